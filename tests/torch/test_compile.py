@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,21 +73,6 @@ def test_compiles_whole_for_any_number(target: Target, function: str, options: d
         found, expected = compiled(x, w, y, z), loss(x, w, y, z)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found, (x, w)), torch.autograd.grad(expected, (x, w)))
-
-
-def test_a_third_float_says_that_a_tensor_would_not_compile_again(target: Target) -> None:
-    x, _, y = drawn(target)
-    loss = partial(xent.cross_entropy, stats=("count", "log_sum_sq_probs"), backend=target.name)  # as no other test
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for value in (0.5, 0.75, 1.0):
-            compiled(x, y % 8, z_loss=torch.tensor(value, device=target.device))
-            loss(x.to("meta"), (y % 8).to("meta"), z_loss=value)
-        compiled(x, y % 8, z_loss=0.125)
-        compiled(x, y % 8, z_loss=0.25)
-    with pytest.warns(RuntimeWarning, match=r"more than two values of a Python float: .* as a 0-d tensor"):
-        compiled(x, y % 8, z_loss=0.375)
 
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])

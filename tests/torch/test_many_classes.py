@@ -14,7 +14,7 @@ from tests.targets import Target
 from xent.command.check.case import Case
 
 TORCH = Target("torch", "cpu")
-CLASSES, ROWS = 5000, 17
+CLASSES, ROWS, FIRST = 5000, 17, 1024
 CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in covering_cases(function, dtype)[::4]]
 PAIRS = [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, DTYPES)[::2]]
 
@@ -35,19 +35,19 @@ def rows_of_all_kinds() -> Tensor:
     x[4, 4000] = 90
     x[5, 4000] = 300
     x[6, 3000] = 25
-    x[7, :64] = -torch.inf
-    x[8, 64:] = -torch.inf
+    x[7, :FIRST] = -torch.inf
+    x[8, FIRST:] = -torch.inf
     x[8, 3000] = -70
-    x[9, :64] = -60
-    x[10, :64] = 60
-    x[11, :64] = -1e4
+    x[9, :FIRST] = -60
+    x[10, :FIRST] = 60
+    x[11, :FIRST] = -1e4
     x[12, 3000] = -torch.inf
     x[13, 3000] = 33
-    x[13, :64] = -40
+    x[13, :FIRST] = -40
     x[14, 100:2000] = -1e4
     x[15] *= 1e-30
-    x[16, :64] = -33.2  # x - R of the largest logit is wrong by 1.5e-6 in float32
-    x[16, 64:] -= 45
+    x[16, :FIRST] = -33.2  # x - R of the largest logit is wrong by 1.5e-6 in float32
+    x[16, FIRST:] -= 45
     x[16, 3000], x[16, 4000] = -1.1, -3.14
     return x
 
@@ -184,7 +184,7 @@ def test_statistics_of_all_classes(grad: bool) -> None:
 
 def test_loss_of_certain_targets_is_not_negative() -> None:
     x = torch.full((200, CLASSES), -200.0)
-    x[:, :64] = -20
+    x[:, :FIRST] = -20
     x[:, 3000] = torch.linspace(5, 40, 200)
     leaf = x.requires_grad_()
     loss = xent.cross_entropy(leaf, torch.full((200,), 3000), reduction="none", backend="torch")

@@ -88,16 +88,12 @@ def upstream_of(loss: Tensor, *more: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("vmap", [False, True])
-def test_batched_gradients(target: Target, name: str, vmap: bool) -> None:
+def test_batched_gradients(target: Target, name: str) -> None:
     function, leaves = call_of(target, name)
     loss = function(*leaves)
     upstreams = upstream_of(loss, 3)
     each = [torch.autograd.grad(loss, leaves, one, retain_graph=True) for one in upstreams]
-    if vmap:
-        found = torch.func.vmap(lambda one: torch.autograd.grad(loss, leaves, one, retain_graph=True))(upstreams)
-    else:
-        found = torch.autograd.grad(loss, leaves, upstreams, is_grads_batched=True)
+    found = torch.func.vmap(lambda one: torch.autograd.grad(loss, leaves, one, retain_graph=True))(upstreams)
     for number, grad in enumerate(found):
         torch.testing.assert_close(grad, torch.stack([one[number] for one in each]))
 

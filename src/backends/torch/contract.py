@@ -138,9 +138,9 @@ class Schedule:
         self.count = setting.count
         """The number of rows to compute; an upper bound until the host knows it."""
         on_cuda = device == "cuda" and setting.count > step and not torch.cuda.is_current_stream_capturing()
-        if not skips or not (on_cuda or device == "cpu"):
+        idle = steps.idle() if skips and (on_cuda or device == "cpu") else None
+        if idle is None:
             return
-        idle = steps.idle()
         if on_cuda:
             on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
             on_host.copy_((~idle).sum(), non_blocking=True)
@@ -226,9 +226,10 @@ class Steps(Protocol):
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
 
-    def idle(self) -> Tensor:
+    def idle(self) -> Tensor | None:
         """Return which rows (N,) bool need no work, so that their results are 0 and the loop leaves them out.
 
+        None: it is known that there are none.
         Never called on an accelerator while a graph is traced or captured.
         """
 

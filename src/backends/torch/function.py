@@ -12,7 +12,6 @@ schema and no position.
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from xent.core.call import Call, Dense, Given, TopK, array_of, fields_of
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
-    "BATCHED",
     "Loss",
     "Once",
     "PlainLoss",
@@ -61,7 +59,7 @@ def is_plain(tensors: Any) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory. Those of transforms and torch.autograd.grad(is_grads_batched=True) do not."""
+    """Return whether a tensor has memory. Those of transforms do not."""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -247,32 +245,15 @@ def _placed(values: Any, flags: Asked) -> list[Tensor | None]:
     return [next(rest) if one else None for one in flags]
 
 
-BATCHED: dict[int, Callable[..., list[Tensor]]] = {}
-"""Functions of upstream gradients that torch.autograd.grad(is_grads_batched=True) batches, for `xent::batched`."""
-
-
 def _by_operation(run: Run, asked: Asked, tensors: Any, sums: Any, upstream: Upstream) -> list[Tensor | None]:
-    """Return the gradients from the custom operation, one upstream gradient of a batch at a time."""
+    """Return the gradients from the custom operation."""
     form, values = run.form or text(run.call), (sums, *upstream, *tensors)
 
     def gradients(sums: Any, *rest: Any) -> Any:
-        arguments = form, list(asked), run.kernel, run.skips, list(rest[4:]), sums
-        if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, rest[:4])):
-            return torch.ops.xent.backward(*arguments, *rest[:4])
-        each = partial(torch.ops.xent.backward, *arguments)
-        BATCHED[id(each)] = each
-        try:
-            return torch.ops.xent.batched(id(each), *rest[:4])[: sum(asked)]
-        finally:
-            del BATCHED[id(each)]
+        return torch.ops.xent.backward(form, list(asked), run.kernel, run.skips, list(rest[4:]), sums, *rest[:4])
 
     compiling = torch.compiler.is_dynamo_compiling()
     return _placed(gradients(*values) if compiling else Once.apply(gradients, *values), asked)
-
-
-def _is_batched(upstream: Any) -> bool:
-    """Return whether torch.autograd.grad(is_grads_batched=True) batches a tensor, which has no memory then."""
-    return type(upstream) in _PLAIN_TYPES and not has_memory(upstream)
 
 
 class Loss(torch.autograd.Function):

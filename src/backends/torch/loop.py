@@ -214,9 +214,10 @@ def _scale_gradient(setting: Setting, gradients: list[Tensor | None]) -> Tensor:
         if gradient is None or values is None or not gradient.numel():
             continue
         dtype, rows, places = wide(values.dtype), Rows(values), Rows(gradient)
-        for start, block in places.blocks(0, places.count, block_rows(gradient, dtype)):
-            product = block.to(dtype) * rows.block(start, start + len(block)).to(dtype)
-            total = total + product.masked_fill_(block == 0, 0).sum()
+        step = block_rows(gradient, dtype)
+        for start in range(0, places.count, step):
+            block, other = (one[start : min(start + step, one.count)].to(dtype) for one in (places, rows))
+            total = total + (block * other).masked_fill_(block == 0, 0).sum()
     found: Tensor = total / setting.call.activation.logit_scale
     return found
 

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,64 +22,37 @@ __all__ = [
     "span",
 ]
 
-_FEW_PIECES = 16
 _LARGE_PIECE = 2**14  # elements: copying less costs no more than a view's own operations
 
 
 class Rows:
-    """The rows of a tensor in row-major order of its leading axes, accessed in blocks.
-
-    If the leading axes do not merge into one stride (a class axis in the middle, an expanded batch), the rows form
-    pieces of equal length. A view never crosses from one piece into the next; blocks of many small pieces are copies.
-    """
+    """The rows of a tensor (..., V) in row-major order of its leading axes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.count = tensor.shape[:-1].numel()
-        self._tensor, pieces = tensor, [tensor]
-        while True:
-            try:
-                self._pieces = [piece.view(piece.shape[:-1].numel(), piece.shape[-1]) for piece in pieces]
-                break
-            except RuntimeError:  # its axes do not merge
-                if len(pieces) * len(pieces[0]) > _FEW_PIECES and pieces[0][0].numel() < _LARGE_PIECE:
-                    self._pieces = []
-                    break
-                pieces = [part for piece in pieces for part in piece.unbind(0)]
-        self.pieces = len(self._pieces)
-        self.copies = not self._pieces
-        """Whether every block is a copy, which must be written back with `put`."""
+        self.count, self._tensor = tensor.shape[:-1].numel(), tensor
+        self.flat: Any = None
+        """(N, V), a view of all rows; None if there is none, as with classes in the middle, or of an expanded batch."""
+        with suppress(RuntimeError):
+            self.flat = tensor.view(self.count, tensor.shape[-1])
+        self.are_direct = self.flat is not None and (tensor.shape[-1] == 1 or tensor.stride(-1) == 1)
+        """Whether it has contiguous classes."""
 
-    def blocks(self, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, (R, V)) with R at most `most`, over the rows [start, stop)."""
-        length = most if self.copies else len(self._pieces[0])
-        while start < stop:
-            piece, first = divmod(start, length)
-            size = min(stop - start, most if self.copies else length - first, most)
-            if self.copies:
-                yield start, self._tensor[self._places(start, start + size)]
-            else:
-                yield start, span(self._pieces[piece], first, first + size)
-            start += size
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        """Return rows (R, V), given as a slice or as indices (R,) int64, which the host does not read."""
+        tensor, places = self._found(index)
+        return tensor[places]
 
-    def block(self, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop): a view if they are in one piece, otherwise a copy."""
-        parts = [part for _, part in self.blocks(start, stop, stop - start)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def __setitem__(self, index: slice, values: Tensor) -> None:
+        tensor, places = self._found(index)
+        tensor[places] = values
 
-    def put(self, start: int, values: Tensor) -> None:
-        """Write values (R, V) to the rows from `start` on."""
-        if self.copies:
-            self._tensor[self._places(start, start + len(values))] = values
-            return
-        for first, block in self.blocks(start, start + len(values), len(values)):
-            block.copy_(values[first - start : first - start + len(block)])
-
-    def take(self, rows: Tensor) -> Tensor:
-        """Return a copy of these rows, given as indices (M,) int64. The host does not read the indices."""
-        return self._tensor[torch.unravel_index(rows, self._tensor.shape[:-1])]
-
-    def _places(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        return torch.unravel_index(torch.arange(start, stop, device=self._tensor.device), self._tensor.shape[:-1])
+    def _found(self, index: slice | Tensor) -> tuple[Tensor, Any]:
+        """Return a tensor, and what indexes these rows in it."""
+        if self.flat is not None:
+            return self.flat, index
+        if isinstance(index, slice):
+            index = torch.arange(index.start, index.stop, device=self._tensor.device)
+        return self._tensor, torch.unravel_index(index, self._tensor.shape[:-1])
 
 
 def logit_blocks(
@@ -85,39 +60,33 @@ def logit_blocks(
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
     """Yield (first row, block of logits, memory for its gradient) of rows [start, stop), with contiguous class axes.
 
-    Where the classes of a row are not contiguous, or rows lie in many small pieces, the block is a copy, and its
-    gradient is copied back afterwards.
+    The blocks are views if the rows lie in one or several large pieces. Otherwise they are copies, each of which is
+    overwritten by its gradient, and that is copied back afterwards.
     """
-    stop = logits.shape[:-1].numel() if stop is None else stop
-    if logits.dim() == 2 and logits.is_contiguous() and (grad is None or grad.is_contiguous()):
-        yield start, span(logits, start, stop), None if grad is None else span(grad, start, stop)
-        return
     rows, places = Rows(logits), None if grad is None else Rows(grad)
-    copies, most = rows.copies or not _has_contiguous_rows(logits), max(stop - start, 1)
-    if copies:
-        most = block_rows(logits, logits.dtype)
-    space: Tensor | None = None
-    for first, block in rows.blocks(start, stop, most):
-        if copies:
-            space = torch.empty(block.shape, dtype=block.dtype, device=block.device) if space is None else space
-            block = space[: len(block)].copy_(block)  # the first block is the largest
-        if grad is None or places is None:
-            yield first, block, None
-        elif _has_contiguous_rows(grad) and not places.copies and places.pieces in (1, rows.pieces):
-            yield first, block, places.block(first, first + len(block))
-        else:
-            place = block if copies else torch.empty_like(block)
-            yield first, block, place
-            places.put(first, place)
+    stop, size = rows.count if stop is None else stop, logits.shape[1:-1].numel()
+    if rows.are_direct and (places is None or places.are_direct):
+        yield start, span(rows.flat, start, stop), None if places is None else span(places.flat, start, stop)
+    elif logits.dim() > 2 and size * logits.shape[-1] >= _LARGE_PIECE:
+        for piece in range(start // size, -(-stop // size)):
+            before, more = piece * size, None if grad is None else grad[piece]
+            inside = max(start - before, 0), min(stop - before, size)
+            for first, view, place in logit_blocks(logits[piece], more, *inside):
+                yield before + first, view, place
+    else:
+        most = min(block_rows(logits, logits.dtype), max(stop - start, 1))
+        space = torch.empty(most, logits.shape[-1], dtype=logits.dtype, device=logits.device)
+        for first in range(start, stop, most):
+            some = slice(first, min(first + most, stop))
+            block = space[: stop - first].copy_(rows[some])
+            yield first, block, None if grad is None else block
+            if places is not None:
+                places[some] = block
 
 
 def block_rows(tensor: Tensor, dtype: torch.dtype) -> int:
     """Return the rows of a block of a tensor (..., V) that is converted to `dtype`."""
     return rows_per_block(max(tensor.shape[-1], 1), dtype.itemsize, tensor.device.type, torch.get_num_threads())
-
-
-def _has_contiguous_rows(tensor: Tensor) -> bool:
-    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
 
 
 def gradient_like(logits: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ program contains only operations. Tracing drops the autograd Function around the
 """
 
 import math
-import re
-import warnings
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from xent.backends.torch import private, refusals
 from xent.backends.torch.contract import Setting, Upstream, columns, wide
-from xent.backends.torch.function import BATCHED, Loss, Run, has_memory, parse, undisturbed
+from xent.backends.torch.function import Loss, Run, has_memory, parse, undisturbed
 from xent.backends.torch.loop import asked_of, backward, forward, leaves_of, made_first
 from xent.backends.torch.memory import cast, gradient_like
 from xent.backends.torch.prepare import compute_of, is_per_row, prepare, rows_of
@@ -96,12 +94,6 @@ def _backward(
     return [cast(one, getattr(leaf, "dtype", one.dtype)) for one, leaf in pairs if one is not None]
 
 
-def _batched(key: int, *upstream: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the gradients of one entry of a batch. PyTorch calls an operation without lists for each entry."""
-    found = BATCHED[key](*upstream)
-    return (*found, *[found[0].new_empty(0)] * (5 - len(found)))
-
-
 def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
     """Raise for a second derivative: at once, or when a graph that contains this operation runs.
 
@@ -116,11 +108,6 @@ _operation(
     f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
     _backward,
     lambda form, asked, kernel, skips, tensors, *_: _like_leaves(parse(form, tensors), asked, False),
-)
-_operation(
-    f"batched(int key, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> ({', '.join(['Tensor'] * 5)})",
-    _batched,
-    _batched,
 )
 _operation(
     "refuse_second(Tensor upstream, Tensor like) -> Tensor",
@@ -149,29 +136,7 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
     return tuple(made[: 1 + len(call.options.stats)])
 
 
-_FLOAT = re.compile('"hex":"[^"]*"')
-_FEW = 2  # values of one call are usual: training and evaluation, or two losses of a model
-_traced: dict[str, set[str]] = {}
-"""Form of a compiled call without its floats -> its first forms, with them."""
-
-
-def _warn_of_floats(form: str, tensors: list[Tensor]) -> None:
-    """Warn if a loss was compiled before with several other Python floats. Python shows the warning once."""
-    forms = _traced.setdefault(_FLOAT.sub("", form), set())
-    if len(forms) < _FEW:
-        forms.add(form)
-    elif form not in forms and not isinstance(parse(form, tensors).target, (Dense, TopK)):  # they take no tensors
-        warnings.warn(
-            "torch.compile has compiled a loss of xent for more than two values of a Python float: pass an option that "
-            "changes (z_loss, label_smoothing, softcap, logit_scale, temperature) as a 0-d tensor on the device of the "
-            "inputs, whose values do not compile again",
-            RuntimeWarning,
-            stacklevel=1,
-        )
-
-
 def _autograd(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
-    _warn_of_floats(form, tensors)
     return list(decided(form, kernel, skips, *tensors))
 
 

@@ -90,8 +90,7 @@ class Classifier:
 
     def take(self, part: Part) -> Tensor:
         """Return the hidden states (R, D) of a part in the compute dtype."""
-        rows = span(self.hidden, part.start, part.stop) if part.rows is None else self.hidden[part.rows]
-        return cast(rows, self.compute)
+        return cast(self.hidden[part.indices], self.compute)
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Schedule, Setting, Steps, Taken, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
+from xent.backends.torch.portable.facts import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
@@ -280,10 +281,7 @@ class Logits:
     def block(self, part: Part, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a part, with contiguous classes."""
         if self._stored is not None:
-            if part.rows is not None:
-                made = self._stored.take(part.rows[start:stop])
-            else:
-                made = self._stored.block(part.start + start, part.start + stop)
+            made = self._stored[index_of(part, start, stop)]
             return made if made.shape[1] == 1 or made.stride(1) == 1 else made.contiguous()
         if self._part is not part:
             source, rows = self._classifier, part.stop - part.start

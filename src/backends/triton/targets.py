@@ -62,7 +62,7 @@ def _copied(block: Block) -> Iterator[Placed]:
     logits, rows = block.logits, Rows(block.logits)
     step = rows_per_block(logits.shape[-1], logits.itemsize, logits.device.type, 1)
     for start in range(0, rows.count, step):
-        some = rows.block(start, min(start + step, rows.count))
+        some = rows[start : min(start + step, rows.count)]
         yield from placed(Block(some.clone(), block.start + start))
 
 

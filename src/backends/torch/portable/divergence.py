@@ -38,48 +38,46 @@ class TeacherRows:
 
     def __init__(self, facts: Facts, block: Block, index: Index) -> None:
         self._facts, self._index, self._grad = facts, index, block.grad
-        self._options, target = facts.setting.call.options, facts.setting.call.target
-        self._held: dict[str, tuple[Tensor, Tensor]] = {}
-        """The results of `_relative` by side."""
-        x = self._x = block.logits.to(facts.dtype, copy=True)
+        target, x = facts.setting.call.target, block.logits.to(facts.dtype, copy=True)
         self._slope = activate(x, facts.activation, block.grad is not None)
-        self._side = "teacher_"
+        self._x, self._e = {"": x}, dict[str, Tensor]()
+        """The x of the student, or of the side beside it, less the peak once `_relative` has set its exponentials."""
         if isinstance(target, Dense):
             assert block.teacher is not None
-            self._other = block.teacher.to(facts.dtype, copy=True)
-            activate(self._other, target.activation)
+            self._x["teacher_"] = block.teacher.to(facts.dtype, copy=True)
+            activate(self._x["teacher_"], target.activation)
             return
         assert isinstance(target, TopK)
-        self._side = "others_"
         ids = at(target.ids, index).to(torch.int64) - facts.setting.first
-        here = (at(target.log_probs, index) != -torch.inf) & (ids >= 0) & (ids < x.shape[1])
-        self._ids, self._here = ids.masked_fill(~here, 0), here
-        self._of_ids = x.gather(1, self._ids).masked_fill(~here, -torch.inf)
-        # Entries that are not here have +inf, which does not change the class that they point to.
-        self._other = x.scatter_reduce(1, self._ids, torch.where(here, -torch.inf, torch.inf).to(x.dtype), "amin")
+        self._away = (at(target.log_probs, index) == -torch.inf) | (ids < 0) | (ids >= x.shape[1])
+        self._ids = ids.masked_fill(self._away, 0)
+        # Entries that are away have +inf, which does not change the class that they point to.
+        least = torch.where(self._away, torch.inf, -torch.inf).to(x.dtype)
+        self._x["others_"] = x.scatter_reduce(1, self._ids, least, "amin")
 
     def _relative(self, side: str, peak: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x - peak, in the memory of x, and its exponentials; of the student for the side ""."""
-        if side not in self._held:
-            away = (self._other if side else self._x).sub_(peak[:, None])
-            self._held[side] = away, away.exp()
-        return self._held[side]
+        """Return x - peak of a side, in the memory of x, and its exponentials."""
+        if side not in self._e:
+            self._e[side] = self._x[side].sub_(peak[:, None]).exp()
+        return self._x[side], self._e[side]
 
     def fold(self) -> dict[str, Tensor]:
         """Return the sums (R,) of the first fold by name."""
-        x, found = self._x, dict[str, Tensor]()
-        if self._side == "others_":
-            found = {f"known_{k}": one for k, one in enumerate(self._of_ids.unbind(1))}
-        elif self._options.kind == "tv" or self._options.beta != 0:
-            found["teacher_top"] = self._other.gather(1, x.argmax(-1, keepdim=True))[:, 0]
+        x, names, options = self._x[""], self._facts.names, self._facts.setting.call.options
+        found = dict[str, Tensor]()
+        if "teacher_" not in self._x:
+            of_ids = x.gather(1, self._ids).masked_fill(self._away, -torch.inf)
+            found = {f"known_{k}": one for k, one in enumerate(of_ids.unbind(1))}
+        elif options.kind == "tv" or options.beta != 0:
+            found["teacher_top"] = self._x["teacher_"].gather(1, x.argmax(-1, keepdim=True))[:, 0]
         else:
             found["teacher_top"] = x.new_zeros(len(x))
-        for side, values in (("", x), (self._side, self._other)):
-            if side + "peak" in self._facts.names:
-                peak = values.amax(-1).clamp(min=torch.finfo(x.dtype).min)
+        for side, values in self._x.items():
+            if side + "peak" in names:
+                peak = found[side + "peak"] = values.amax(-1).clamp(min=torch.finfo(x.dtype).min)
                 away, e = self._relative(side, peak)
-                found |= {side + "peak": peak, side + "rest": e.sum(-1)}
-                if not side and "mixed" in self._facts.names:
+                found[side + "rest"] = e.sum(-1)
+                if not side and "mixed" in names:
                     found["mixed"] = times(e, away).sum(-1)
         return found
 
@@ -94,11 +92,12 @@ class TeacherRows:
         norms = rest_q.log() - rest.log()
         p.div_(rest)
         q.div_(rest_q)
-        cost, v, factor = _terms(self._options, p, q, away, away_q.sub_(norms))
+        options = self._facts.setting.call.options
+        cost, v, factor = _terms(options, p, q, away, away_q.sub_(norms))
         pull = torch.zeros_like(sums["rest"])
         if v is not None:
             of_top = sums["teacher_top"][:, None] - peak_q
-            v = v - _terms(self._options, 1 / rest, of_top.exp() / rest_q, 0, of_top - norms)[1]
+            v = v - _terms(options, 1 / rest, of_top.exp() / rest_q, 0, of_top - norms)[1]
             pull = times(p, v).sum(-1)
         self._made = p, q, v, factor
         return {"divergence": cost.sum(-1), "pull": pull}
@@ -107,14 +106,14 @@ class TeacherRows:
         """Write the gradient of raw logits from the coefficients of `finish_divergence`."""
         facts, grad = self._facts, self._grad
         assert grad is not None
-        if self._side == "teacher_":
+        if "teacher_" in self._x:
             if self._made is None:
                 self.refold(made)
             p, q, v, factor = cast(Any, self._made)
             derivative = p - q if v is None else times(p, made["pull"][:, None] - v) * factor
         else:
             derivative = self._relative("others_", made["others_peak"])[1].mul_(made["others"][:, None])
-            derivative.scatter_add_(1, self._ids, made["of_ids"].masked_fill(~self._here, 0))
+            derivative.scatter_add_(1, self._ids, made["of_ids"].masked_fill(self._away, 0))
         derivative *= (at(facts.scale, self._index) * facts.activation.logit_scale)[:, None]
         if self._slope is not None:
             derivative *= self._slope
@@ -123,7 +122,9 @@ class TeacherRows:
         grad.copy_(derivative)
 
 
-def finish_divergence(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def finish_divergence(
+    facts: Facts, sums: dict[str, Tensor], index: Index, _: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the results of rows with these sums, and the coefficients of the gradient."""
     target = facts.setting.call.target
     if isinstance(target, TopK):

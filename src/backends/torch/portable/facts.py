@@ -27,6 +27,7 @@ __all__ = [
     "divided",
     "impossible",
     "index_of",
+    "masked",
     "tolerance",
     "weights_of",
 ]
@@ -48,10 +49,14 @@ class Facts:
     """The most classes of a support. On an accelerator the host waits for it."""
     class_weight: Tensor | None = None
     """(C,) of this rank's classes."""
-    divisor: Tensor | None = None
-    """0-d: the divisor of "mean"; None for the other reductions."""
+    divisor: Any = 1
+    """0-d: the divisor of "mean", inf for 0; 1 for the other reductions."""
+    ignored: Tensor | None = None
+    """(N,) bool: rows without a target; None if it is known that there are none, as below."""
+    invalid: Tensor | None = None
+    """(N,) bool: rows with a target that is no class, whose loss and gradient are NaN."""
     dead: Tensor | None = None
-    """(N,) bool: rows whose loss and gradient are exactly 0; None if it is known that there are none."""
+    """(N,) bool: rows whose loss and gradient are exactly 0."""
     deferred: Tensor | None = None
     """0-d: what the gradients of a narrow call still have to be multiplied by."""
     upstream = Upstream()
@@ -62,8 +67,6 @@ class Facts:
         call, dtype, count, device = setting.call, wide(setting.compute), setting.count, setting.device
         target, options = call.target, call.options
         self.setting, self.activation, self.dtype, self.names = setting, call.activation, dtype, columns(setting)
-        self.keeps = not {"mixed", "below", "deficit", "cost", "squares"}.isdisjoint(self.names)
-        """Whether rows have sums beside `rest`. They have no influence on the bits of other results."""
         self.rooms, self.results = dict[str, Tensor](), dict[str, Tensor]()
         """Memory that all blocks of rows share, and recorded results (N,)."""
         scale, softcap, temperature = call.activation
@@ -73,8 +76,6 @@ class Facts:
         weight = torch.ones(count, dtype=dtype, device=device) if weight is None else weight.to(dtype)
         if options.weight is not None:
             self.class_weight = options.weight.to(dtype)
-        self.ignored = self.invalid = torch.zeros(count, dtype=torch.bool, device=device)
-        """(N,) bool: rows without a target, and with a target that is no class, whose loss and gradient are NaN."""
         if isinstance(target, (Classes, Allowed)):
             self._read_classes(target)
         elif not isinstance(target, Probabilities):
@@ -82,8 +83,25 @@ class Facts:
         elif target.order is not None:
             self.ignored = target.order < 0
         if isinstance(target, TopK):
-            self.invalid = impossible(target, setting, self.ignored)
-        self._weigh(weight.masked_fill(self.ignored, 0))
+            self.invalid = some(impossible(target, setting, weight == 0))
+        whole = weight = masked(weight, self.ignored, 0)
+        mean, divisor = options.reduction == "mean", options.normalizer
+        if self.class_weight is not None and self.target is not None and (setting.narrow or (mean and divisor is None)):
+            whole = weight * weights_of(self.class_weight, self.target, call.shards)
+        if mean:
+            divisor = masked(whole, self.invalid, 0).sum() if divisor is None else weight.new_zeros(()) + divisor
+            self.divisor = divisor.masked_fill(divisor == 0, torch.inf)
+        self.weight = weight = masked(weight, self.invalid, torch.nan)
+        """(N,) a_i; NaN for invalid rows."""
+        self.scale: Tensor = weight / self.divisor if mean else weight
+        """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
+        self.dead = some(self.scale == 0)
+        if setting.narrow:
+            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
+            # weights they could overflow. So the stored gradients have row factors of at most 1.
+            size = whole.abs().nan_to_num().amax() if count else weight.new_ones(())
+            size = torch.where(size == 0, 1, size)
+            self.scale, self.deferred = weight / size, size / self.divisor
         if setting.upstream is not None:
             self._receive(setting.upstream, dtype)
 
@@ -91,11 +109,10 @@ class Facts:
         """Set ids, target, ignored, invalid and support."""
         vocabulary, ignore_index = self.setting.vocabulary, self.setting.call.options.ignore_index
         self.ids = ids = cast(target.ids, torch.int64)
-        if looks_at_targets(ids.device):
-            check_targets(ids, ignore_index, vocabulary)
-        self.ignored = ids == ignore_index
-        self.invalid = ((ids < 0) | (ids >= vocabulary)) & ~self.ignored
-        self.target = ids.masked_fill(self.ignored | self.invalid, 0)
+        self.ignored = some(ids == ignore_index)
+        used = masked(ids, self.ignored, 0)
+        self.target = used.clamp(0, vocabulary - 1)
+        invalid = self.target != used
         if isinstance(target, Allowed):
             # Invalid offsets must not cause reads out of bounds.
             classes, most = target.classes.to(torch.int64), len(target.classes)
@@ -104,7 +121,10 @@ class Facts:
             before = F.pad(((classes < 0) | (classes >= vocabulary)).cumsum(0), (1, 0))
             wrong = before[end] > before[begin]
             wrong = wrong if target.broken is None else wrong | target.broken
-            self.invalid = self.invalid | (wrong & ~self.ignored)
+            invalid |= masked(wrong, self.ignored, False)
+        self.invalid = some(invalid)
+        if self.invalid is not None and looks_at_targets(ids.device):
+            check_targets(ids, ignore_index, vocabulary)
 
     def outside(self, index: Index, first: int, width: int) -> Tensor:
         """Return which of the `width` classes from `first` on are not in the support of rows, (R, C)."""
@@ -116,41 +136,15 @@ class Facts:
         outside = torch.ones(len(local), width + 1, dtype=torch.bool, device=local.device)
         return outside.scatter_(1, local, False)[:, :width]
 
-    def _weigh(self, weight: Tensor) -> None:
-        """Set weight, divisor, dead, scale and deferred."""
-        setting, invalid, whole = self.setting, self.invalid, weight
-        mean, divisor = setting.call.options.reduction == "mean", setting.call.options.normalizer
-        if self.class_weight is not None and self.target is not None and (setting.narrow or (mean and divisor is None)):
-            whole = weight * weights_of(self.class_weight, self.target, setting.call.shards)
-        if mean:
-            divisor = whole.masked_fill(invalid, 0).sum() if divisor is None else divisor
-            self.divisor = weight.new_zeros(()) + divisor
-        dead = (weight == 0) | (self.divisor == 0)
-        if not (dead.is_cpu and not bool(dead.any())):
-            self.dead = dead & ~invalid
-        self.weight = weight = weight.masked_fill(invalid, torch.nan)
-        """(N,) a_i; NaN for invalid rows."""
-        self.scale: Tensor = divided(weight, self.divisor)
-        """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
-        if setting.narrow:
-            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
-            # weights they could overflow. So the stored gradients have row factors of at most 1.
-            size = whole.abs().nan_to_num().amax() if setting.count else weight.new_ones(())
-            size = torch.where(size == 0, 1, size)
-            self.scale, self.deferred = weight / size, divided(size, self.divisor)
-
     def _receive(self, upstream: Upstream, dtype: torch.dtype) -> None:
         """Multiply the upstream gradient of the loss into the scale; set those of the statistics."""
         self.scale = torch.zeros_like(self.scale) if upstream.loss is None else self.scale * upstream.loss.to(dtype)
         if any(one is not None for one in upstream[1:]):
             # Rows with weight 0 in the loss still have statistics, which have gradients.
-            if self.dead is not None:
-                self.scale = self.scale.masked_fill(self.dead, 0)
-            self.dead = self.ignored
-            given = [
-                None if one is None else one.to(dtype).masked_fill(self.invalid, torch.nan) for one in upstream[1:]
-            ]
-            self.upstream = Upstream(None, *given)
+            self.scale, self.dead = masked(self.scale, self.dead, 0), self.ignored
+            self.upstream = Upstream(
+                None, *[None if one is None else masked(one.to(dtype), self.invalid, torch.nan) for one in upstream[1:]]
+            )
 
 
 def activate(x: Tensor, activation: Activation, wanted: bool = False) -> Tensor | None:
@@ -178,7 +172,19 @@ def index_of(part: Part, start: int, stop: int) -> Index:
 
 def at(values: Any, index: Index) -> Any:
     """Return the values (N, ...) of some rows; None for None."""
-    return None if values is None else values[index]
+    if values is None or (isinstance(index, slice) and index.stop - index.start == len(values)):
+        return values
+    return values[index]
+
+
+def masked(values: Tensor, mask: Tensor | None, fill: Any) -> Tensor:
+    """Return the values with `fill` in places of a mask; None for a mask of no places."""
+    return values if mask is None else values.masked_fill(mask, fill)
+
+
+def some(mask: Tensor) -> Tensor | None:
+    """Return a mask, or None if the host sees that it has no places."""
+    return None if mask.is_cpu and not bool(mask.any()) else mask
 
 
 def divided(values: Tensor, divisor: Tensor | None) -> Tensor:

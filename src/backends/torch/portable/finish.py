@@ -16,14 +16,14 @@ w'_c is the share of a class in the loss, for class indices w_c ((1-e) [c==y] + 
 is 0, excess has n sum_c q_c too, and every class is one of the others.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import smooths
 from xent.backends.torch.devices import looks_at_targets
-from xent.backends.torch.portable.facts import Facts, Index, activate, at, divided
+from xent.backends.torch.portable.facts import Facts, Index, activate, at, masked
 from xent.backends.torch.portable.rows import times
 
 __all__ = ["finish", "is_largest", "merge", "pack", "record", "result"]
@@ -102,24 +102,28 @@ def _differing(ids: Tensor) -> Tensor:
     return differs.any(0)
 
 
-def finish(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the results of R rows with merged sums, and the coefficients of the gradient; all (R,), by name.
+def finish(
+    facts: Facts, sums: dict[str, Tensor], index: Index, wanted: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the results of R rows with merged sums, and the coefficients of a `wanted` gradient; all (R,), by name.
 
     The results are losses, and what the statistics need. The coefficients use the upstream gradients in the facts; they
     are None for 0. `zero`: (R,) bool, rows whose gradient is exactly 0, whatever their logits are.
     """
-    options, upstream, zero = facts.setting.call.options, facts.upstream, at(facts.dead, index)
-    weight, peak, rest, total = at(facts.weight, index), sums["peak"], sums["rest"], sums["rest"]
+    options, peak, rest, weight = facts.setting.call.options, sums["peak"], sums["rest"], at(facts.weight, index)
     smoothing, z_loss, stats = options.label_smoothing, options.z_loss, options.stats
-    spread, distance, entropy, mass = smoothing / facts.setting.vocabulary, rest, rest, rest
+    activation = facts.activation._replace(temperature=at(facts.activation.temperature, index))
+    spread, total, distance, beyond = smoothing / facts.setting.vocabulary, rest, rest, None
     own: Any = None
     nll: Any = None
-    beyond = None
-    activation = facts.activation._replace(temperature=at(facts.activation.temperature, index))
+    mass: Any = None
+    entropy: Any = None
+    loss: Any = 0
+    w_y: Any = 0
     if "target" in sums:
-        x_y = sums["target"] if facts.plain else sums["target"].clone()
+        x_y = sums["target"]
         if not facts.plain:
-            activate(x_y, activation)
+            activate(x_y := x_y.clone(), activation)
         distance = x_y - peak
         own = distance.exp()
         if facts.support is not None:
@@ -127,45 +131,48 @@ def finish(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[st
             own.masked_fill_(beyond, 0)
         total = rest + own
     log_sum = total.log()
-    loss: Any = 0
-    w_y: Any = 0
     if own is not None:
-        nll = torch.where(own > _SMALLEST_OWN, rest.div(own).log1p_(), log_sum - distance)
-        nll = nll if beyond is None else nll.masked_fill(beyond, torch.inf)
+        nll = masked(torch.where(own > _SMALLEST_OWN, (rest / own).log1p(), log_sum - distance), beyond, torch.inf)
         w_y = sums.get("row_weight", 1) * (1 - smoothing + spread)
         loss = times(w_y, nll)
+    elif "surprise" in sums:
+        nll = sums["surprise"] + times(sums["given"], log_sum)
     # What the shares in the sums, which are those of the classes but the target, have to be multiplied by.
     share = 1 if "cost" in sums else spread if "below" in sums else None
     if share is not None:
         cost, mass = (share * sums[name] for name in (("cost", "mass") if own is None else ("below", "weights")))
         loss = loss + cost + times(mass, log_sum)
     found = {name: sums[key] for name, key in (("predictions", "place"), ("truth", "truth")) if key in sums}
-    found["loss"] = loss = weight * loss
-    lse = peak + log_sum
+    found["loss"], lse = weight * loss, peak + log_sum
     if smooths(z_loss) or "z_loss" in stats:
         found["z_loss"] = z_term = weight * times(z_loss, lse.square())
-        found["loss"] = loss + z_term if smooths(z_loss) else loss
+        found["loss"] = found["loss"] + z_term
     if "lse" in stats:
         found["lse"] = lse
     if "nll" in stats:
-        found["nll"] = sums["surprise"] + times(sums["given"], log_sum) if nll is None else nll
+        found["nll"] = nll
     if "mixed" in sums:
         entropy = rest * log_sum - sums["mixed"]
-        entropy = found["entropy"] = (entropy if own is None else entropy + times(own, cast(Tensor, nll))) / total
+        entropy = found["entropy"] = (entropy if own is None else entropy + times(own, nll)) / total
     if "squares" in sums:
         found["log_sum_sq_probs"] = (sums["squares"] + (0 if own is None else own.square())).log() - 2 * log_sum
     if "deficit" in sums:
         found["mean_logit"] = peak - sums["deficit"] / sums["counted"].clamp(min=1)
-    linear = activation.logit_scale
-    linear = linear if activation.temperature is None else linear / activation.temperature
-    given: list[Any] = [None if one is None else times(linear, at(one, index)) for one in (facts.scale, *upstream[1:])]
-    r, of_lse, of_nll, of_entropy = given
+    given: list[Any] = [at(one, index) for one in (facts.scale, *facts.upstream[1:])]
+    zero = at(facts.dead, index)
     if beyond is not None:
         empty = total == 0
         found |= {name: found[name].masked_fill(empty, _EMPTY[name]) for name in found.keys() & _EMPTY}
-        r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
         zero = empty if zero is None else zero | empty
-    excess, gamma, beta, at_target = 0 if of_lse is None else of_lse, times(w_y, r), None, None
+        given[::2] = [None if one is None else one.masked_fill(beyond, 0) for one in given[::2]]
+    if not wanted:
+        return found, {}
+    linear = activation.logit_scale
+    linear = linear if activation.temperature is None else linear / activation.temperature
+    given = [None if one is None else times(linear, one) for one in given]
+    r, of_lse, of_nll, of_entropy = given
+    excess: Any = 0 if of_lse is None else of_lse
+    gamma, beta, at_target = times(w_y, r), None, None
     if share is not None:
         excess = excess + r * mass
     if smooths(z_loss):
@@ -179,40 +186,45 @@ def finish(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[st
     if own is not None:
         at_target = (own * excess - rest * gamma) / total
         at_target = at_target if beta is None else at_target - times(own, beta * nll)
-    made = {
+    return found, {
         "peak": peak,
-        "log_sum": log_sum,
         "alpha": alpha / total,
         "beta": beta,
         "at_target": at_target,
         "zero": zero,
+        "share": None if share is None else r * share,
+        "given": of_nll if own is None else None,
     }
-    made["share"] = None if share is None else r * share
-    return found, made | {"given": of_nll if own is None else None}
 
 
 def record(facts: Facts, found: dict[str, Tensor], index: Index) -> None:
     """Record the results (R,) of some rows; those of rows that are never recorded are 0."""
+    count = facts.setting.count
+    if isinstance(index, slice) and len(found["loss"]) == count:
+        facts.results |= found
+        return
     for name, values in found.items():
-        facts.results.setdefault(name, values.new_zeros(facts.setting.count))[index] = values
+        facts.results.setdefault(name, values.new_zeros(count))[index] = values
 
 
 def result(facts: Facts, name: str) -> Any:
     """Return the loss or a statistic; those per row as (N,)."""
-    options, ignored = facts.setting.call.options, facts.ignored
+    options, ignored, count = facts.setting.call.options, facts.ignored, facts.setting.count
     if name == "count":
-        return (~ignored).sum()
+        return torch.full((), count, device=facts.weight.device) if ignored is None else (~ignored).sum()
     if name == "accuracy":
         correct = result(facts, "predictions") == (result(facts, "truth") if facts.target is None else facts.target)
-        correct = correct & ~facts.invalid
+        correct = masked(correct, facts.invalid, False)
         if options.accuracy_of_rows:
             return correct.to(facts.dtype)
         return correct.sum().to(facts.dtype) / result(facts, "count").clamp(min=1)
-    kind = torch.int64 if name in ("predictions", "truth") else facts.dtype
-    values = facts.results.get(name, torch.zeros_like(ignored, dtype=kind))
+    if name not in facts.results:
+        kind = torch.int64 if name in ("predictions", "truth") else facts.dtype
+        facts.results[name] = torch.zeros(count, dtype=kind, device=facts.weight.device)
+    values = facts.results[name]
     if name in ("loss", "z_loss"):
-        values = values if facts.dead is None else values.masked_fill(facts.dead, 0)
-        return values if options.reduction == "none" else divided(values.sum(), facts.divisor)
+        values = masked(values, facts.dead, 0)
+        return values.sum() / facts.divisor if options.reduction != "none" else values
     if name == "nll":
-        values = values.masked_fill(facts.invalid, torch.nan)
-    return values.masked_fill(ignored, -1 if name == "predictions" else 0)
+        values = masked(values, facts.invalid, torch.nan)
+    return masked(values, ignored, -1 if name == "predictions" else 0)

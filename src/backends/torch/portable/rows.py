@@ -8,13 +8,10 @@ With a reference `peak` near the row's largest logit, a block's exponentials e^(
 
 w are the class weights, or for class probabilities the shares w' of the classes in the loss.
 
-Rows of many classes on a CPU need no pass for the largest logit: their reference is 0 if the largest of the row's first
-logits is near 0, otherwise that logit. Where the sum shows that a row has logits far above the reference, the row is
-computed again with its largest logit. All this depends on the row alone, not on the rows beside it. Then `peak` is the
-log-sum-exp, and the exponentials are those for `peak` times a factor per row.
+On a CPU a fused softmax computes the exponentials: those relative to `peak`, divided by a factor of each row. All
+this depends on the row alone, not on the rows beside it.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -22,16 +19,13 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, smooths
 from xent.backends.torch.memory import Rows, row_sum
-from xent.backends.torch.portable.facts import Facts, Index, activate, at, weights_of
+from xent.backends.torch.portable.facts import Facts, Index, activate, at, masked
 from xent.core.call import Probabilities
 
 __all__ = ["LogitRows", "probabilities", "times"]
 
-LEAST_CLASSES = 4096  # with fewer, the time of operations per row exceeds that of exponentials
-_FIRST = 64  # classes whose largest logit becomes the reference
-_NEAR = 32  # references of a smaller magnitude become 0
-_LARGEST_SUM = 2.0**30  # so x is at most 21 above the reference, and the rounding of x - R at most 1e-6
-_LARGEST_EXACT_SUM = 2.0**60  # for the reference 0, where nothing is rounded
+_FIRST = 1024  # classes whose largest logit becomes the peak
+_LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most 11.1 above the peak
 _LOWEST = -1000.0  # e^x is 0 far above; 0 times infinity would be NaN
 
 
@@ -46,29 +40,16 @@ def probabilities(facts: Facts, index: Index) -> Tensor:
     """Return the target probabilities of some rows, (R, C), in the caller's dtype."""
     target = facts.setting.call.target
     assert isinstance(target, Probabilities)
-    values, rows = Rows(target.values), index if target.order is None else target.order[index].clamp(min=0)
-    return values.block(rows.start, rows.stop) if isinstance(rows, slice) else values.take(rows)
-
-
-def _exponentials(x: Tensor, out: Tensor) -> None:
-    """Write e^x to `out`, which may be x. On a CPU, results below the normal numbers may become 0.
-
-    PyTorch's CPU function takes 10 to 170 times as long for them. The first row tells whether there are any.
-    """
-    tiny = torch.finfo(x.dtype).tiny
-    low = math.log(tiny) + 1
-    if x.is_cpu and len(x) and bool(x[0].amin() < low):
-        torch.threshold_(torch.clamp(x, min=low, out=out).exp_(), 3 * tiny, 0)
-    else:
-        torch.exp(x, out=out)
+    return Rows(target.values)[index if target.order is None else target.order[index].clamp(min=0)]
 
 
 class LogitRows:
     """R rows of logits (R, C) of this rank's classes."""
 
     _place: Any = None
-    """(R, 1): the column of the target, in rows whose target is `_here`: among these classes. None for all rows."""
-    _here: Any = None
+    """(R, 1): the column of the target. None if the targets are no classes."""
+    _elsewhere: Any = None
+    """(R,) bool: rows whose target is not among these classes; None if there are none."""
     _outside: Any = None
     """(R, C) bool: the classes that are not in the support of a row."""
     _e: Any = None
@@ -78,31 +59,26 @@ class LogitRows:
     _slope: Any = None
 
     def __init__(self, facts: Facts, block: Block, index: Index) -> None:
-        self._facts, self._index, self._least = facts, index, torch.finfo(facts.dtype).min
+        self._facts, self._index, width = facts, index, block.logits.shape[1]
         self._z, self._exact, self._grad = block.logits, block.target_logits, block.grad
-        first, width = facts.setting.first, block.logits.shape[1]
         if facts.target is None:
             return
-        local = self._local = at(facts.target, index) - first
-        self._place = local.clamp(0, width - 1)[:, None]
-        self._here = local[:, None] == self._place if width < facts.setting.vocabulary else None
+        self._place = at(facts.target, index)[:, None]
+        if width < facts.setting.vocabulary:
+            local = self._place - facts.setting.first
+            self._place = local.clamp(0, width - 1)
+            self._elsewhere = (local != self._place)[:, 0]
         if facts.support is not None:
-            self._outside = facts.outside(index, first, width)
+            self._outside = facts.outside(index, facts.setting.first, width)
 
     def fold(self) -> dict[str, Tensor]:
         """Return the sums of these rows by name, (R,) each; classes are int64."""
         facts, names, z, place, outside = self._facts, self._facts.names, self._z, self._place, self._outside
-        found, keeps, x = dict[str, Tensor](), facts.keeps, self._activated()
-        simple = place is not None and self._here is None and outside is None and facts.plain
-        if simple and "below" not in names and z.is_cpu and z.shape[1] >= LEAST_CLASSES:
-            peak, found["rest"] = self._refer_quickly(x)
-        else:
-            peak = x.amax(-1).clamp_(min=self._least)
-            if outside is not None:
-                peak.masked_fill_(at(facts.invalid, self._index), torch.nan)
-            self._put(self._exponentiate(x, peak, keeps), 0.0)
-            found["rest"] = row_sum(self._e)
-        found["peak"], away, e = peak, self._away, self._e
+        keeps = not {"mixed", "below", "deficit", "cost", "squares"}.isdisjoint(names)
+        peak = self._exponentiate(keeps)
+        away, e = self._away, self._e
+        self._put(e, 0.0)
+        found: dict[str, Any] = {"peak": peak, "rest": row_sum(e)}
         if "key" in names:
             found["key"], found["place"] = self._largest(z, facts.activation.logit_scale)
         if "id" in names:
@@ -111,7 +87,7 @@ class LogitRows:
             found["squares"] = row_sum(e.square())
         if "deficit" in names:
             # The mean is a small difference of the peak and this sum: in float64 the sum adds no error of its own.
-            deficit = away if outside is None else away.masked_fill(outside, 0)
+            deficit = masked(away, outside, 0)
             found["deficit"] = -deficit.sum(-1, dtype=torch.float64).to(facts.dtype)
             whole = torch.full_like(peak, z.shape[1])
             found["counted"] = whole if outside is None else whole - outside.sum(-1)
@@ -126,29 +102,30 @@ class LogitRows:
             z_y = (z.gather(1, place)[:, 0] if self._exact is None else self._exact).to(facts.dtype)
             if outside is not None:
                 z_y = z_y.masked_fill(outside.gather(1, place)[:, 0], -torch.inf)
-            found["target"] = z_y if self._here is None else z_y.masked_fill(~self._here[:, 0], 0)
+            found["target"] = masked(z_y, self._elsewhere, 0)
             if keeps:
                 self._put(away, 0.0)
-            weight, w_y = facts.class_weight, 1 if self._here is None else self._here[:, 0].to(facts.dtype)
-            if weight is not None:
-                w_y = found["row_weight"] = weights_of(weight, self._local, None)
+            weight = facts.class_weight
+            if weight is not None or "below" in names:
+                w_y = torch.ones_like(peak) if weight is None else weight[place[:, 0]]
+                found["row_weight"] = masked(w_y, self._elsewhere, 0)
             if "below" in names:
                 found["below"] = -row_sum(times(self._shares()[1], away))
-                found["weights"] = peak.new_zeros(len(peak)) + (z.shape[1] if weight is None else weight.sum()) - w_y
+                found["weights"] = (z.shape[1] if weight is None else weight.sum()) - found["row_weight"]
         if "mixed" in names:
             found["mixed"] = row_sum(away.clamp_(min=_LOWEST).mul_(e))
         if self._factor is not None:
-            for name in found.keys() & {"mixed", "squares"}:
-                found[name] *= self._factor if name == "mixed" else self._factor.square()
+            for name in found.keys() & {"rest", "mixed", "squares"}:
+                found[name] *= self._factor.square() if name == "squares" else self._factor
         return found
 
     def gradient(self, made: dict[str, Any]) -> None:
         """Write the gradient with respect to the logits (R, C), whose memory may be that of the logits."""
         grad, alpha, beta, share, given = self._grad, made["alpha"], made["beta"], made["share"], made["given"]
         assert grad is not None
+        if self._e is None:
+            self._exponentiate(beta is not None, made["peak"])
         e = self._e
-        if e is None:
-            e = self._exponentiate(self._activated(), made["peak"], beta is not None)
         if self._factor is not None:
             alpha, beta = alpha * self._factor, None if beta is None else beta * self._factor
         g = grad if grad.dtype == self._facts.dtype else e
@@ -170,58 +147,42 @@ class LogitRows:
         if g is not grad:
             grad.copy_(g)
 
-    def _activated(self, buffer: str = "x") -> Tensor:
-        """Return x (R, C): the logits themselves if they are x, otherwise in a buffer."""
-        z, facts, exact = self._z, self._facts, self._exact
-        if facts.plain and z.dtype == self._facts.dtype and exact is None and self._outside is None:
-            return z
-        x = self._room(buffer).copy_(z)
-        if exact is not None:
-            self._put(x, exact[:, None].to(self._facts.dtype))
-        if not facts.plain:
+    def _exponentiate(self, keeps: bool, peak: Tensor | None = None) -> Tensor:
+        """Set e, its factor and the slope, and return the peak, by default a large x; `keeps`: also set x - peak."""
+        x, facts, exact, outside = self._z, self._facts, self._exact, self._outside
+        least, largest = torch.finfo(facts.dtype).min, x
+        if not facts.plain or x.dtype != facts.dtype or exact is not None or outside is not None:
+            x = self._room("x").copy_(x)
+            if exact is not None:
+                self._put(x, exact[:, None].to(facts.dtype))
             temperature = at(facts.activation.temperature, self._index)
             temperature = None if temperature is None else temperature[:, None]
             self._slope = activate(x, facts.activation._replace(temperature=temperature), self._grad is not None)
-        return x if self._outside is None else x.masked_fill_(self._outside, -torch.inf)
-
-    def _exponentiate(self, x: Tensor, peak: Tensor, keeps: bool) -> Tensor:
-        """Set e^(x - peak) and return it; `keeps`: also set x - peak."""
-        away = self._away = torch.sub(x, peak[:, None], out=self._room("x"))
-        e = self._e = self._room("e") if keeps else away
-        _exponentials(away, e)
-        return e
-
-    def _refer_quickly(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Set e and the factor that it lacks, and for other sums x - peak; return peak and rest."""
-        highest, keeps, place = x[:, :_FIRST].amax(-1), self._facts.keeps, self._place
-        size = highest.abs()
-        reference = highest.where((size >= _NEAR) & (size < torch.inf), 0)
-        e = self._e = self._room("e") if keeps or x is self._z else x
-        _exponentials(torch.sub(x, reference[:, None], out=e) if bool(reference.any()) else x, e)
-        total, rest = self._split(e, place)
-        low, high = total.aminmax()
-        if not (low > 0 and high < _LARGEST_SUM):
-            limit = torch.where(reference == 0, _LARGEST_EXACT_SUM, _LARGEST_SUM)
-            far = ((total > 0) & (total < limit)).logical_not_().nonzero()[:, 0]
-            if len(far):
-                again = self._activated("again")[far]
-                # An infinite or NaN logit makes a row's results NaN.
-                reference[far] = largest = again.amax(-1).clamp_(min=self._least)
-                again.sub_(largest[:, None]).exp_()
-                total[far], rest[far] = self._split(again, place[far])
-                e[far] = again
-        peak = total.log().add_(reference).clamp_(min=self._least)
-        factor = (reference - peak).exp_()
-        self._factor = factor
-        if keeps:
+            if outside is not None:
+                x.masked_fill_(outside, -torch.inf)
+        if x.is_cpu:
+            # One pass over x. `exp` would take 10 to 170 times as long for results below the normal numbers.
+            e = self._e = torch.softmax(x, -1, out=self._room("e"))
+            largest, part = x[:, :_FIRST].amax(-1), e[:, :_FIRST].amax(-1)
+            near = part > _LEAST_PART
+            if not bool(near.all()):
+                largest, part = torch.where(near, largest, x.amax(-1)), torch.where(near, part, e.amax(-1))
+                empty = largest == -torch.inf
+                e.masked_fill_(empty[:, None], 0)
+                part.masked_fill_(empty, 1)
+                largest.clamp_(min=least)
+            self._factor = part.reciprocal_() if peak is None else (largest - peak).exp_().div_(part)
+        elif peak is None:
+            largest = x.amax(-1).clamp_(min=least)
+        if peak is None:
+            peak = largest
+            if outside is not None:
+                peak = masked(peak, at(facts.invalid, self._index), torch.nan)
+        if keeps or not x.is_cpu:
             self._away = torch.sub(x, peak[:, None], out=self._room("x"))
-        return peak, rest * factor
-
-    def _split(self, e: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of e with and without the target, and set the target's e to 0."""
-        own = e.gather(1, place)[:, 0]
-        rest = row_sum(e.scatter_(1, place, 0.0))
-        return own + rest, rest
+        if not x.is_cpu:
+            self._e = torch.exp(self._away, out=self._room("e") if keeps else self._away)
+        return peak
 
     def _shares(self) -> Any:
         """Return the target probabilities q and the shares w q' of each class in the loss, (R, C) both.
@@ -253,20 +214,13 @@ class LogitRows:
     def _put(self, values: Tensor, other: Tensor | float) -> None:
         """Replace the target's value in rows whose target is among these classes."""
         if self._place is not None:
-            if self._here is not None:
-                other = torch.where(self._here, other, values.gather(1, self._place))
+            if self._elsewhere is not None:
+                other = torch.where(self._elsewhere[:, None], values.gather(1, self._place), other)
             values.scatter_(1, self._place, other)
 
     def _room(self, name: str) -> Tensor:
         """Return memory (R, C), which all blocks share: C is the same in all of them."""
-        held, grad = self._facts.rooms, self._grad
-        if (
-            name == "x"
-            and grad is not None
-            and grad.dtype == self._facts.dtype
-            and grad.data_ptr() != self._z.data_ptr()
-        ):
-            return grad  # which is in the cache then when it is written
-        if name not in held or len(held[name]) < len(self._z):
-            held[name] = torch.empty(self._z.shape, dtype=self._facts.dtype, device=self._z.device)
-        return held[name][: len(self._z)]
+        held, z = self._facts.rooms, self._z
+        if name not in held or len(held[name]) < len(z):
+            held[name] = z.new_empty(z.shape, dtype=self._facts.dtype)
+        return held[name][: len(z)]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken
-from xent.backends.torch.memory import cast
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.facts import Facts, Index, at, index_of
 from xent.backends.torch.portable.finish import finish, is_largest, merge, pack, record, result
@@ -33,15 +32,15 @@ class PortableSteps(Steps):
         self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
 
-    def idle(self) -> Tensor:
+    def idle(self) -> Tensor | None:
         """Return the rows to leave out. With statistics every row with a target is computed."""
         facts, stats = self._facts, bool(self._setting.call.options.stats) and self._setting.upstream is None
-        return facts.ignored if stats or facts.dead is None else facts.dead
+        return facts.ignored if stats else facts.dead
 
     def take(self, source: Any, part: Part) -> Taken:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
-        facts, setting, index = self._facts, self._setting, self._index(part)
-        hidden = cast(at(source.hidden, index), source.compute)
+        facts, setting, index = self._facts, self._setting, part.indices
+        hidden = source.take(part)
         dead = at(facts.dead, index)
         trained = hidden if dead is None else hidden.masked_fill(dead[:, None], 0)
         found = None
@@ -60,7 +59,7 @@ class PortableSteps(Steps):
             sums = rows.fold()
             if isinstance(self._setting.call.target, Dense):
                 sums |= rows.refold(sums)
-            made = self._finish(sums, index, saved)
+            made = self._finish(sums, index, piece.grad is not None, saved)
             if piece.grad is not None:
                 rows.gradient(made)
 
@@ -84,7 +83,7 @@ class PortableSteps(Steps):
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
         merged, self.met = merge(self._packed, sums) | self.met, {}
-        return self._finish(merged, self._index(part), saved)
+        return self._finish(merged, part.indices, wanted, saved)
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of a block's logits."""
@@ -101,18 +100,14 @@ class PortableSteps(Steps):
         """The names of the sums of the current fold."""
         return SECOND if self.met else self._facts.names
 
-    def _finish(self, sums: dict[str, Tensor], index: Index, saved: Tensor | None) -> dict[str, Any]:
+    def _finish(self, sums: dict[str, Tensor], index: Index, wanted: bool, saved: Tensor | None) -> dict[str, Any]:
         """Record the results of rows in a forward pass, save their sums, and return the gradient's coefficients."""
-        results, made = (finish if self.saves else finish_divergence)(self._facts, sums, index)
+        results, made = (finish if self.saves else finish_divergence)(self._facts, sums, index, wanted)
         if self._setting.upstream is None:
             record(self._facts, results, index)
         if saved is not None:
             saved[:, index] = pack(self._facts.names, sums)
         return made
-
-    def _index(self, part: Part) -> Index:
-        """Return the rows of a part."""
-        return index_of(part, 0, part.stop - part.start)
 
     def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Index]]:
         """Yield a block in pieces that fit into the caches, and their rows relative to the part and in the call."""
@@ -120,16 +115,17 @@ class PortableSteps(Steps):
         width = max(width + _OF_SUPPORT * self._facts.longest, 1) * (1 if self.saves else _ARRAYS)
         step = rows_per_block(width, size, block.logits.device.type, torch.get_num_threads())
         for first in range(0, max(count, 1), step):
-            some = slice(first, min(first + step, count))
-            cut = [None if one is None else one[some] for one in block[3:]]
-            piece = Block(block.logits[some], start + first, 0, *cut)
+            some, piece = slice(first, min(first + step, count)), block
+            if step < count:
+                cut = [None if one is None else one[some] for one in block[3:]]
+                piece = Block(block.logits[some], start + first, 0, *cut)
             rows = slice(start + some.start, start + some.stop)
             yield piece, rows, index_of(part, rows.start, rows.stop)
 
 
 def _of(coefficients: dict[str, Any], rows: slice) -> dict[str, Any]:
     """Return the coefficients of some rows."""
-    return {name: None if one is None else one[rows] for name, one in coefficients.items()}
+    return {name: at(one, rows) for name, one in coefficients.items()}
 
 
 STEPS["torch"] = PortableSteps
