@@ -12,7 +12,7 @@ On a CPU a fused softmax computes the exponentials: those relative to `peak`, di
 this depends on the row alone, not on the rows beside it.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class LogitRows:
         assert grad is not None
         if self._e is None:
             self._exponentiate(beta is not None, made["peak"])
-        e = self._e
+        e = cast(Any, self._e)
         if self._factor is not None:
             alpha, beta = alpha * self._factor, None if beta is None else beta * self._factor
         g = grad if grad.dtype == self._facts.dtype else e
