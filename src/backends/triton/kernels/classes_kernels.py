@@ -32,6 +32,7 @@ from xent.backends.triton.kernels.algebra import (
     finish,
     finite,
     of_mean,
+    order,
     record,
     record_nothing,
     slope,
@@ -246,11 +247,15 @@ def support_kernel(
         tl.debug_barrier()
         line = held + own, 0, (size - 1) // BLOCK * BLOCK, size, size
         x_y = tl.where(place_y >= 0, activate(z_y, side[2], way), -float("inf"))
-        m, sums, _top, found = row_sums(
+        m, sums, top, _first = row_sums(
             line, first_loads(line, place_y, way), place_y, x_y, (None, None), side[2], way
         )  # fmt: skip
         rest, _below, mixed, squares, level, _h, _shares, _mass = sums
-        found = tl.load(ids + own + found, mask=found < size, other=0)
+        found = NOWHERE
+        for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
+            entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
+            key = order(tl.load(held + own + entry, mask=known, other=0.0), known, side[2], way)
+            found = tl.minimum(found, tl.min(tl.where(known & (key == top), classes, NOWHERE), 0))
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results
         level = tl.where(wrong, nan, level / tl.maximum(size, 1))
