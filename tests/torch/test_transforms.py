@@ -98,6 +98,14 @@ def test_batched_gradients(target: Target, name: str) -> None:
         torch.testing.assert_close(grad, torch.stack([one[number] for one in each]))
 
 
+def test_batch_of_upstream_gradients_is_refused(target: Target) -> None:
+    """PyTorch would say that the backward pass has no batching rule."""
+    x, y = torch.randn(3, 5, device=target.device, requires_grad=True), torch.tensor([0, 1, 2], device=target.device)
+    loss = xent.cross_entropy(x, y, reduction="none", backend=target.name)
+    with pytest.raises(NotImplementedError, match="once per upstream gradient"):
+        torch.autograd.grad(loss, x, torch.eye(3, device=target.device), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_whole(target: Target, name: str) -> None:
     """Also with other values, and a second backward pass has the same gradients."""

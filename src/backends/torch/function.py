@@ -248,11 +248,13 @@ def _placed(values: Any, flags: Asked) -> list[Tensor | None]:
 def _by_operation(run: Run, asked: Asked, tensors: Any, sums: Any, upstream: Upstream) -> list[Tensor | None]:
     """Return the gradients from the custom operation."""
     form, values = run.form or text(run.call), (sums, *upstream, *tensors)
+    compiling = torch.compiler.is_dynamo_compiling()
 
     def gradients(sums: Any, *rest: Any) -> Any:
+        if not compiling and any(type(one) in _PLAIN_TYPES and not has_memory(one) for one in rest[:4]):
+            raise NotImplementedError(refusals.NO_BATCH)
         return torch.ops.xent.backward(form, list(asked), run.kernel, run.skips, list(rest[4:]), sums, *rest[:4])
 
-    compiling = torch.compiler.is_dynamo_compiling()
     return _placed(gradients(*values) if compiling else Once.apply(gradients, *values), asked)
 
 

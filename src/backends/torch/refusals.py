@@ -9,6 +9,7 @@ from xent.core import values
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, Product, TopK, fields_of
 
 __all__ = [
+    "NO_BATCH",
     "NO_FORWARD_MODE",
     "NO_FUNCTIONALIZE",
     "NO_SECOND",
@@ -30,6 +31,10 @@ NO_FORWARD_MODE = (
 NO_VMAP = (
     "{} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, with "
     'reduction="none" if the losses are wanted apart'
+)
+NO_BATCH = (
+    "a batch of upstream gradients (is_grads_batched=True, jacobian(vectorize=True)) does not go through the backward "
+    "pass of xent: call torch.autograd.grad once per upstream gradient, or use torch.func.jacrev"
 )
 NO_FUNCTIONALIZE = (
     "{} is traced by torch.func.functionalize, which would lose the gradient: pass the function to torch.func.grad or "
