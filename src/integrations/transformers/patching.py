@@ -49,7 +49,7 @@ __all__ = [
     "unpatch",
 ]
 
-if int(__version__.partition(".")[0]) < 5:
+if str(__version__).startswith(("3.", "4.")):
     raise ImportError(
         f"xent.integrations.transformers needs transformers 5, found {__version__}: pip install 'transformers>=5', or "
         "call xent.linear_cross_entropy instead of head and loss"
