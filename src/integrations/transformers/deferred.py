@@ -115,10 +115,11 @@ class History:
             return
         self._warned = True
         compiled = True in self.last and self.last[True].compiled
-        step = "this compiled training step" if compiled else f"training this {self.name}"
-        does = "is not using xent" if unused else "takes the memory of its logits, as without xent"
+        said = f"training this {self.name} takes the memory of its logits, as without xent"
+        said = "this compiled training step takes the memory of its logits, as without xent" if compiled else said
+        said = f"training this {self.name} is not using xent" if unused else said
         details = "For details, print(xent.integrations.transformers.explain(model))"
-        warnings.warn(f"{step} {does}: {reason}. {details}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{said}: {reason}. {details}", RuntimeWarning, stacklevel=2)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -28,6 +28,7 @@ __all__ = [
     "impossible",
     "index_of",
     "masked",
+    "some",
     "tolerance",
     "weights_of",
 ]
