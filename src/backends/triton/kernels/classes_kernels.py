@@ -251,7 +251,7 @@ def support_kernel(
             line, first_loads(line, place_y, way), place_y, x_y, (None, None), side[2], way
         )  # fmt: skip
         rest, _below, mixed, squares, level, _h, _shares, _mass = sums
-        found = NOWHERE
+        found = tl.full((), NOWHERE, tl.int64)
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
             key = order(tl.load(held + own + entry, mask=known, other=0.0), known, side[2], way)
