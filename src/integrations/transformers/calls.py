@@ -44,7 +44,7 @@ def _functions(names: str) -> list[Any]:
     return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
 
-_DIVIDES = frozenset(_functions("div true_divide __truediv__"))
+_DIVIDES = tuple(_functions("div true_divide __truediv__"))  # Dynamo of PyTorch 2.8 does not look into a frozenset
 
 
 def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
