@@ -229,8 +229,7 @@ class Steps(Protocol):
     def idle(self) -> Tensor | None:
         """Return which rows (N,) bool need no work, so that their results are 0 and the loop leaves them out.
 
-        None: it is known that there are none.
-        Never called on an accelerator while a graph is traced or captured.
+        None if the host knows that there are none. Never called on an accelerator while a graph is traced or captured.
         """
 
     def take(self, source: Any, part: Part) -> Taken:

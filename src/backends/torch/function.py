@@ -59,7 +59,7 @@ def is_plain(tensors: Any) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory. Those of transforms do not."""
+    """Return whether a tensor has memory. Those of transforms and batches do not."""
     try:
         tensor.data_ptr()
     except RuntimeError:
