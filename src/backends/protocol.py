@@ -55,8 +55,9 @@ class Backend(Protocol):
     native_to: tuple[str, ...]
     """Device types for which "auto" warns if it does not select this backend."""
 
+    @property
     def missing(self) -> str | None:
-        """Return why this machine cannot run the backend, or None. Dispatch calls this often, so it must be fast."""
+        """Why this machine cannot run the backend, or None. Every call reads it, so it should be a class attribute."""
 
     def info(self) -> BackendInfo:
         """Return the line of `xent.backends()`, with versions and devices."""

@@ -29,7 +29,6 @@ from tests.test_stats import (  # noqa: F401
     test_statistics_equal_the_reference,
 )
 from tests.torch.test_layouts import test_expanded_logits, test_logits  # noqa: F401
-from xent.backends import ALSO
 from xent.backends.metal import torch_machine
 from xent.backends.proof import Proof
 from xent.command.check.case import Case
@@ -38,7 +37,7 @@ from xent.command.check.run import check_all, chunk_cases, planned
 METAL = {"backend": "metal"}
 DEVICE = torch_machine.DEVICES[0]
 VERSIONS = f"torch {torch.__version__}"
-TARGETS = [Target("metal", DEVICE, also=True)]
+TARGETS = [Target("metal", DEVICE, "torch")]
 
 
 def matrix() -> list[Case]:
@@ -116,7 +115,7 @@ def one_case(_: object, function: str, dtype: str, full: bool) -> Sequence[Case]
 
 def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    backend = ALSO["metal"]()
+    backend = TARGETS[0].backend
     run = backend.run
     monkeypatch.setattr(backend, "run", lambda call: [ran.append("metal"), run(call)][1])
     logits, target = draw()

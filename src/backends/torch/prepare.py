@@ -32,8 +32,7 @@ from xent.core.call import (
     vocabulary_of,
 )
 from xent.core.spec import LARGEST, ROW_STATS, bounded
-from xent.core.validate import check_options
-from xent.core.values import check_subset
+from xent.core.validate import check_options, check_subset
 
 __all__ = ["aligned", "compute_of", "is_per_row", "prepare", "rows_of"]
 

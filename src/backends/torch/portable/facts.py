@@ -14,10 +14,9 @@ from xent.backends.torch.contract import Part, Setting, Upstream, columns, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.refusals import check_targets
-from xent.core.arrays import dtype_name
-from xent.core.call import Activation, Allowed, Classes, Probabilities, Shards, TopK, array_of
+from xent.core.call import Activation, Allowed, Classes, Probabilities, Shards, TopK, array_of, dtype_name
 from xent.core.spec import mass_tolerance
-from xent.core.values import check_top_k
+from xent.core.validate import check_top_k
 
 __all__ = [
     "Facts",
