@@ -193,7 +193,9 @@ def fields_of(record: tuple[Any, ...]) -> dict[str, Any]:
 
 def replaced(record: _Record, **fields: Any) -> _Record:
     """Return a NamedTuple with other values in some fields: `_replace`, which Dynamo of PyTorch 2.8 does not trace."""
-    return type(record)(**fields_of(record) | fields)
+    kind: Any = type(record)
+    made: _Record = kind(**dict(zip(kind._fields, record, strict=True)) | fields)
+    return made
 
 
 def vocabulary_of(source: Source) -> int:

@@ -27,17 +27,14 @@ from xent.core.call import (
     dtype_name,
     framework_of,
     gathered,
-    vocabulary_of,
+    replaced,
 )
 from xent.core.spec import LinearTeacher, QuantizedWeight, Subset, Support, TopKTeacher, bounded
 from xent.core.validate import (
     PLAIN,
     RANGES,
-    check_classifier,
-    check_dtype,
     check_int,
     check_options,
-    check_shape,
     check_subset,
     number_of,
     shards_of,
@@ -129,7 +126,7 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
     heads = len(shift) if isinstance(shift, tuple) else None
     if is_linear:
         weight, bias = given["linear_weight"], given["linear_bias"]
-        check_classifier(framework, "input", array, "linear_weight", weight, bias)
+        _check_classifier(framework, "input", array, "linear_weight", weight, bias)
         source: Source = Product(array, weight, bias, given["workspace"])
         rows = tuple(array.shape[:-1])
         if shards is not None and shards.axis is not None:
@@ -156,9 +153,9 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
             raise ValueError(
                 f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(array.shape)}"
             )
-        axis = len(rows)
+        axis, vocabulary = len(rows), weight.shape[0]
     else:
-        check_dtype("logits", array)
+        _check_dtype("logits", array)
         count, axis = len(array.shape), given["axis"]
         if not count:
             raise ValueError("logits must have a class axis, got a 0-d array")
@@ -167,29 +164,33 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
                 f"axis must be in [{-count}, {count - 1}] for logits of shape {tuple(array.shape)}, got {axis}"
             )
         axis = int(axis % count)
+        vocabulary = array.shape[axis]
         source = Given(array, axis, given["inplace"])
         rows = tuple(array.shape[:axis] + array.shape[axis + 1 :])
-    vocabulary = vocabulary_of(source)
     if vocabulary == 0 and shards is None:
         raise ValueError(f"there must be at least one class, got 0 with {name} of shape {tuple(array.shape)}")
-    temperature = given["temperature"] if "temperature" in passed else None
     if is_divergence:
         if shards is not None and isinstance(given["teacher"], Subset):
             raise ValueError(NO_SUBSET)
-        target = _teacher(framework, given, temperature, rows, vocabulary, axis, shards is not None)
+        target = _teacher(framework, given, rows, vocabulary, axis, shards is not None)
     else:
         target = _target(framework, given, source, rows, (*rows[:axis], vocabulary, *rows[axis:]))
     class_weight, sample_weight = given.get("weight"), given.get("sample_weight")
     if class_weight is not None:
-        check_dtype("weight", class_weight)
-        check_shape(class_weight, (vocabulary,), "weight must have shape {}, one per class; got {}")
+        _check_dtype("weight", class_weight)
+        _check_shape(class_weight, (vocabulary,), "weight must have shape {}, one per class; got {}")
     if sample_weight is not None:
         if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
             raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
-        check_shape(sample_weight, rows, "sample_weight must have shape {}, one per row; got {}")
+        _check_shape(sample_weight, rows, "sample_weight must have shape {}, one per row; got {}")
     named = {one: given[one] for one in Options._fields if one in given}
     options = Options(**named, exact=of_rows, accuracy_of_rows=of_rows, heads=heads)
-    activation = _activation(framework, given, temperature, rows)
+    activation = Activation(given["logit_scale"], given["softcap"])
+    if "temperature" in passed:
+        heat = given["temperature"]
+        activation = _divided(framework, activation, heat, rows, of_rows)
+        if isinstance(target, Dense):
+            target = replaced(target, activation=_divided(framework, target.activation, heat, rows, False))
     return Call(source, target, activation, options, shards)
 
 
@@ -287,7 +288,7 @@ def _target(
     name = "logits" if isinstance(source, Given) else "input"
     shape = tuple(given[name].shape)
     if dtype in FLOAT_DTYPES and not of_rows:
-        check_shape(
+        _check_shape(
             target,
             probabilities,
             f"target of class probabilities (dtype {dtype}) must have shape {{}} for {name} of shape {shape}, got "
@@ -319,13 +320,7 @@ def _target(
 
 
 def _teacher(
-    framework: str,
-    given: dict[str, Any],
-    temperature: Any,
-    rows: tuple[int, ...],
-    vocabulary: int,
-    axis: int,
-    in_shards: bool,
+    framework: str, given: dict[str, Any], rows: tuple[int, ...], vocabulary: int, axis: int, in_shards: bool
 ) -> Target:
     """Check and describe the teacher of a student with these rows, and classes on `axis`."""
     teacher, kind, beta = given["teacher"], given["kind"], given["beta"]
@@ -334,8 +329,8 @@ def _teacher(
         raise ValueError(f"beta must be 0 with kind='tv', got {beta!r}: it selects one of kind='kl'")
     if isinstance(teacher, TopKTeacher):
         check_options(framework, {"teacher.tail": teacher.tail})
-        check_dtype("teacher.ids", teacher.ids, INTEGER_DTYPES)
-        check_dtype("teacher.log_probs", teacher.log_probs)
+        _check_dtype("teacher.ids", teacher.ids, INTEGER_DTYPES)
+        _check_dtype("teacher.log_probs", teacher.log_probs)
         shape, most = tuple(teacher.ids.shape), 2**31 if in_shards else vocabulary
         if shape[:-1] != rows or len(shape) != len(rows) + 1:
             raise ValueError(
@@ -343,7 +338,7 @@ def _teacher(
             )
         if not 1 <= shape[-1] <= most:
             raise ValueError(f"teacher.ids must hold 1 to {most} classes a row, the vocabulary; got {shape[-1]}")
-        check_shape(teacher.log_probs, shape, "teacher.log_probs must have the shape of teacher.ids, {}; got {}")
+        _check_shape(teacher.log_probs, shape, "teacher.log_probs must have the shape of teacher.ids, {}; got {}")
         if has_beta:
             raise ValueError(
                 f"beta must be 0 with a TopKTeacher, got {beta!r}: KL(p || q) and mixtures need the teacher's "
@@ -359,17 +354,17 @@ def _teacher(
     ids = None
     if isinstance(teacher, Subset):
         ids, teacher = teacher.ids, teacher.teacher
-        check_dtype("teacher.ids", ids, INTEGER_DTYPES)
-        check_shape(
+        _check_dtype("teacher.ids", ids, INTEGER_DTYPES)
+        _check_shape(
             ids,
             (vocabulary,),
             "teacher.ids of a xent.Subset must have shape {}, the teacher's class of each class of the student; got {}",
         )
     alike = "; with vocab_parallel student and teacher must be cut alike" if in_shards else ""
-    numbers: dict[str, Any] = {"softcap": None, "logit_scale": 1.0}
+    activation = Activation()
     source: Source
     if isinstance(teacher, LinearTeacher):
-        check_classifier(framework, "teacher.input", teacher.input, "teacher.weight", teacher.weight, teacher.bias)
+        _check_classifier(framework, "teacher.input", teacher.input, "teacher.weight", teacher.weight, teacher.bias)
         if ids is None and teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
@@ -380,10 +375,11 @@ def _teacher(
                 f"teacher.input must have shape {_shape_of(*rows, 'D')}, a hidden state for each row of the student; "
                 f"got {tuple(teacher.input.shape)}"
             )
-        numbers = check_options(framework, {"softcap": teacher.softcap, "logit_scale": teacher.logit_scale})
+        numbers = {"logit_scale": teacher.logit_scale, "softcap": teacher.softcap}
+        activation = Activation(**check_options(framework, numbers))
         source = Product(teacher.input, teacher.weight, teacher.bias)
     else:
-        check_dtype("teacher", teacher)
+        _check_dtype("teacher", teacher)
         found = tuple(teacher.shape)
         size = vocabulary if ids is None else found[axis] if len(found) > axis else "V"
         if found != (*rows[:axis], size, *rows[axis:]):
@@ -395,21 +391,18 @@ def _teacher(
     if framework == "numpy" and ids is not None:
         check_subset(ids, source)
         ids, source = None, gathered(source, ids)
-    return Dense(source, _activation(framework, numbers, temperature, rows), ids)
+    return Dense(source, activation, ids)
 
 
-def _activation(framework: str, given: dict[str, Any], temperature: Any, rows: tuple[int, ...]) -> Activation:
-    """Return scale and softcap with the temperature: None, a number, or in a log-probability function an array.
+def _divided(framework: str, given: Activation, heat: Any, rows: tuple[int, ...], of_rows: bool) -> Activation:
+    """Return scale and softcap with a temperature: a number, or in a log-probability function an array.
 
     A number T is folded into them, and no 16-bit dtype rounds the quotients: x = k tanh(s z / k) / T =
     k' tanh(s' z / k') with k' = k / T and s' = s / T. A 0-d tensor or MLX array is treated as a temperature per row:
     its value may be invalid, and may not be known yet.
     """
-    scale, cap = given["logit_scale"], given["softcap"]
-    if temperature is None:
-        return Activation(scale, cap)
-    heat = bounded(temperature)
-    if framework_of(heat) is not None and "entropy" in given:
+    heat, kind = bounded(heat), framework_of(heat)
+    if kind is not None and of_rows:
         if dtype_name(heat) not in FLOAT_DTYPES:
             raise TypeError(f"temperature must be a number, or an array of floats; got {describe(heat)}")
         if framework == "torch" and not heat.shape:
@@ -419,10 +412,10 @@ def _activation(framework: str, given: dict[str, Any], temperature: Any, rows: t
                 f"temperature must be a number or have the target's shape {rows}, one for each row; got "
                 f"{tuple(heat.shape)}"
             )
-        return Activation(scale, cap, heat)
-    if framework_of(heat) == "torch":  # while a compiler traces
+        return replaced(given, temperature=heat)
+    if kind == "torch":  # while a compiler traces
         heat = heat.where(heat > 0, math.nan)
-    return Activation(_wide(scale) / heat, None if cap is None else _wide(cap) / heat)
+    return Activation(_wide(given.logit_scale) / heat, None if given.softcap is None else _wide(given.softcap) / heat)
 
 
 def _wide(value: Any) -> Any:
@@ -442,3 +435,59 @@ def _wide(value: Any) -> Any:
 def _shape_of(*sizes: Any) -> str:
     """Return a shape whose sizes may have names: "(6, D)"."""
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+
+def _check_classifier(framework: str, of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
+    """Check hidden states and a classifier. `of_input` and `of_weight` are their names in error messages."""
+    of_bias = of_weight.replace("weight", "bias")
+    for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
+        if isinstance(array, QuantizedWeight):
+            _check_quantized(framework, array, name)
+        elif array is not None:
+            _check_dtype(name, array)
+    if len(input.shape) < 1:
+        raise ValueError(f"{of_input} must have shape (..., D), got a 0-d array")
+    if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"{of_weight} must have shape (V, D) with D = {input.shape[-1]}, the last axis of {of_input} "
+            f"{tuple(input.shape)}; got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        _check_shape(bias, (weight.shape[0],), f"{of_bias} must have shape {{}}, the rows of {of_weight}; got {{}}")
+
+
+def _check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
+    """Raise TypeError or ValueError for an invalid quantized classifier."""
+    if framework != "mlx":
+        raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
+    if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
+        raise TypeError(
+            f"{name}.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
+            f"{describe(weight.packed)}"
+        )
+    for number in ("group_size", "bits"):
+        check_int(f"{name}.{number}", getattr(weight, number), "an int > 0,", 1)
+    vocabulary, width = weight.shape
+    groups = (vocabulary, width // weight.group_size)
+    for kind in ("scales", "biases"):
+        part = getattr(weight, kind)
+        if part is not None and tuple(part.shape) != groups:
+            raise ValueError(
+                f"{name}.{kind} must have shape {groups}, one for each {weight.group_size} elements of a row of "
+                f"({vocabulary}, {width}); got {tuple(part.shape)}"
+            )
+
+
+def _check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
+    """Raise TypeError for an array of another dtype."""
+    if dtype_name(array) not in allowed:
+        dtypes = f"must have one of the dtypes {', '.join(allowed)};"
+        raise TypeError(
+            f"{name} {'must have an integer dtype,' if 'int64' in allowed else dtypes} got {describe(array)}"
+        )
+
+
+def _check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:
+    """Raise ValueError for an array of another shape. `message` has two places, for the right and for its shape."""
+    if tuple(array.shape) != shape:
+        raise ValueError(message.format(shape, tuple(array.shape)))

@@ -1,4 +1,4 @@
-"""Check options, arrays that several functions take, and values. Errors name the argument and what is allowed.
+"""Check options and values. Errors name the argument and what is allowed.
 
 Values are checked on the CPU, as NumPy arrays: for NumPy calls, on PyTorch's CPU, and with XENT_CHECK_TARGETS=1.
 """
@@ -28,7 +28,6 @@ from xent.core.spec import (
     REDUCTIONS,
     STAT_NAMES,
     TAILS,
-    QuantizedWeight,
     VocabParallel,
     bounded,
     mass_tolerance,
@@ -37,11 +36,8 @@ from xent.core.spec import (
 __all__ = [
     "PLAIN",
     "RANGES",
-    "check_classifier",
-    "check_dtype",
     "check_int",
     "check_options",
-    "check_shape",
     "check_subset",
     "check_support",
     "check_targets",
@@ -125,7 +121,7 @@ def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
     allowed, least, most = RANGES.get(name) or RANGES["logit_scale"]
     number = number_of(framework, value)
     other = ", or an array of floats" if arrays and name == "temperature" else ""
-    if type(number) in PLAIN[:2] or (isinstance(number, numbers.Real) and type(number) is not bool):
+    if type(number) in PLAIN[:2] or (isinstance(number, numbers.Real) and type(value) is not bool):
         inside = least < number if name in _POSITIVE else least <= number
         if not (inside and number <= most and -math.inf < number < math.inf):
             raise ValueError(f"{name} must be {allowed}{other}, got {number!r}")
@@ -224,62 +220,6 @@ def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...]
             "and multiply the rows by it"
         )
     return tuple(_number(framework, f"head_weight[{head}]", one, False) for head, one in enumerate(head_weight))
-
-
-def check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
-    """Raise TypeError for an array of another dtype."""
-    if dtype_name(array) not in allowed:
-        dtypes = f"must have one of the dtypes {', '.join(allowed)};"
-        raise TypeError(
-            f"{name} {'must have an integer dtype,' if 'int64' in allowed else dtypes} got {describe(array)}"
-        )
-
-
-def check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:
-    """Raise ValueError for an array of another shape. `message` has two places, for the right and for its shape."""
-    if tuple(array.shape) != shape:
-        raise ValueError(message.format(shape, tuple(array.shape)))
-
-
-def check_classifier(framework: str, of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
-    """Check hidden states and a classifier. `of_input` and `of_weight` are their names in error messages."""
-    of_bias = of_weight.replace("weight", "bias")
-    for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
-        if isinstance(array, QuantizedWeight):
-            _check_quantized(framework, array, name)
-        elif array is not None:
-            check_dtype(name, array)
-    if len(input.shape) < 1:
-        raise ValueError(f"{of_input} must have shape (..., D), got a 0-d array")
-    if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{of_weight} must have shape (V, D) with D = {input.shape[-1]}, the last axis of {of_input} "
-            f"{tuple(input.shape)}; got {tuple(weight.shape)}"
-        )
-    if bias is not None:
-        check_shape(bias, (weight.shape[0],), f"{of_bias} must have shape {{}}, the rows of {of_weight}; got {{}}")
-
-
-def _check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
-    """Raise TypeError or ValueError for an invalid quantized classifier."""
-    if framework != "mlx":
-        raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
-    if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
-        raise TypeError(
-            f"{name}.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
-            f"{describe(weight.packed)}"
-        )
-    for number in ("group_size", "bits"):
-        check_int(f"{name}.{number}", getattr(weight, number), "an int > 0,", 1)
-    vocabulary, width = weight.shape
-    groups = (vocabulary, width // weight.group_size)
-    for kind in ("scales", "biases"):
-        part = getattr(weight, kind)
-        if part is not None and tuple(part.shape) != groups:
-            raise ValueError(
-                f"{name}.{kind} must have shape {groups}, one for each {weight.group_size} elements of a row of "
-                f"({vocabulary}, {width}); got {tuple(part.shape)}"
-            )
 
 
 def shards_of(framework: str, given: Any) -> Shards:

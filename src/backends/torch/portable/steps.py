@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken
+from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.facts import Facts, Index, at, index_of
 from xent.backends.torch.portable.finish import finish, is_largest, merge, pack, record, result
 from xent.backends.torch.portable.rows import LogitRows
 from xent.core.call import Dense, TopK
-from xent.core.chunks import rows_per_block
 
 __all__ = ["PortableSteps"]
 
@@ -111,9 +111,9 @@ class PortableSteps(Steps):
 
     def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Index]]:
         """Yield a block in pieces that fit into the caches, and their rows relative to the part and in the call."""
-        (count, width), start, size = block.logits.shape, block.start, self._facts.dtype.itemsize
+        (count, width), start = block.logits.shape, block.start
         width = max(width + _OF_SUPPORT * self._facts.longest, 1) * (1 if self.saves else _ARRAYS)
-        step = rows_per_block(width, size, block.logits.device.type, torch.get_num_threads())
+        step = block_rows(block.logits, self._facts.dtype, width)
         for first in range(0, max(count, 1), step):
             some, piece = slice(first, min(first + step, count)), block
             if step < count:
