@@ -93,7 +93,7 @@ def outcome(logits: Tensor, target: Tensor, upstream: Tensor | None = None, **op
 
 
 def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("portable.facts", "prepare"):
+    for module in ("portable.rows", "prepare"):
         monkeypatch.setattr(f"xent.backends.torch.{module}.looks_at_targets", lambda device: False)
     logits, target = draw()
     target[3], target[4] = 10**9, -7

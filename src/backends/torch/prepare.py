@@ -14,7 +14,7 @@ from torch import Tensor
 from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.facts import divided, weights_of
+from xent.backends.torch.portable.rows import weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
@@ -265,7 +265,7 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
             divisor = parts.sum(1, keepdim=True)
         elif not isinstance(divisor, Tensor):
             divisor = torch.full((), divisor, dtype=acc, device=weight.device)
-        weight = divided(weight, divisor)
+        weight = torch.where(divisor == 0, 0, weight / divisor)  # a reciprocal could overflow
     if factors is not None:
         weight = torch.stack([row * factor for row, factor in zip(weight, factors, strict=True)])
     reduction = "none" if options.reduction == "none" else "sum"
