@@ -109,7 +109,7 @@ FAULTS = [
     # The facts of rows.
     Fault(
         "ignored rows weigh", PORTABLE + "rows.py",
-        "whole = weight = masked(weight, self.ignored, 0)", "whole = weight", (MATRIX, "-k", "ignore_index"),
+        "weight = weight.masked_fill(self.ignored, 0)", "pass", (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
         "ignore_index is always -100", PORTABLE + "rows.py",

@@ -111,7 +111,9 @@ class Facts:
         if isinstance(target, TopK):
             self.ids, self.log_probs = target.ids, target.log_probs
             self.invalid = some(impossible(target, setting, weight == 0))
-        whole = weight = masked(weight, self.ignored, 0)
+        if self.ignored is not None:
+            weight = weight.masked_fill(self.ignored, 0)
+        whole = weight
         if options.weight is not None:
             self.class_weight = options.weight.to(dtype)
             if self.target is not None and (setting.narrow or (mean and divisor is None)):
@@ -123,7 +125,7 @@ class Facts:
             divisor = divisor.masked_fill(divisor == 0, torch.inf)
         if mean:
             self.divisor = divisor
-        self.weight = masked(weight, self.invalid, torch.nan)
+        self.weight = weight if self.invalid is None else weight.masked_fill(self.invalid, torch.nan)
         """(N,) a_i; NaN for invalid rows."""
         self.scale: Tensor = self.weight / divisor if mean else self.weight
         """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
@@ -210,9 +212,7 @@ def index_of(part: Part, start: int, stop: int) -> Index:
 
 def at(values: Any, index: Index) -> Any:
     """Return the values (N, ...) of some rows; None for None."""
-    if values is None or (isinstance(index, slice) and index.stop - index.start == len(values)):
-        return values
-    return values[index]
+    return None if values is None else values[index]
 
 
 def masked(values: Tensor, mask: Tensor | None, fill: Any) -> Tensor:

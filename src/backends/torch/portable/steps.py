@@ -161,7 +161,8 @@ class PortableSteps(Facts, Steps):
                 cut = [None if one is None else one[some] for one in block[3:]]
                 piece = Block(block.logits[some], start + first, 0, *cut)
             rows = slice(start + some.start, start + some.stop)
-            made.append((piece, rows, self.rows(index_of(part, rows.start, rows.stop))))
+            alone = part.rows is None and step >= count == self.setting.count
+            made.append((piece, rows, self if alone else self.rows(index_of(part, rows.start, rows.stop))))
         return made
 
 
