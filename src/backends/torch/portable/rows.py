@@ -115,9 +115,9 @@ class Facts:
             weight = weight.masked_fill(self.ignored, 0)
         whole = weight
         if options.weight is not None:
-            self.class_weight = options.weight.to(dtype)
+            self.class_weight = class_weight = options.weight.to(dtype)
             if self.target is not None and (setting.narrow or (mean and divisor is None)):
-                alike, whole = False, weight * weights_of(self.class_weight, self.target, call.shards)
+                alike, whole = False, weight * weights_of(class_weight, self.target, call.shards)
         if alike and self.ignored is self.invalid is None:
             divisor = count  # each row weighs 1: fewer operations
         elif mean:
@@ -127,7 +127,7 @@ class Facts:
             self.divisor = divisor
         self.weight = weight if self.invalid is None else weight.masked_fill(self.invalid, torch.nan)
         """(N,) a_i; NaN for invalid rows."""
-        self.scale: Tensor = self.weight / divisor if mean else self.weight
+        self.scale: Tensor = self.weight / cast(Any, divisor) if mean else self.weight
         """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
         if divisor is not count:
             self.dead = some(self.scale == 0)
@@ -160,17 +160,18 @@ class Facts:
         """Set ids, target, ignored, invalid and the support."""
         vocabulary, ignore_index, listed = self.setting.vocabulary, self.setting.call.options.ignore_index, target[1:]
         self.ids = ids = target.ids.to(torch.int64)
-        self.target = ids.clamp(0, vocabulary - 1)
-        if ids.is_cpu and not listed and not 0 <= ignore_index < vocabulary and torch.equal(self.target, ids):
+        self.target = clamped = ids.clamp(0, vocabulary - 1)
+        if ids.is_cpu and not listed and not 0 <= ignore_index < vocabulary and torch.equal(clamped, ids):
             return
-        self.ignored, invalid = some(ids == ignore_index), self.target != ids
+        self.ignored, invalid = some(ids == ignore_index), clamped != ids
         if isinstance(target, Allowed):
             # Invalid offsets must not cause reads out of bounds.
-            self.classes, most = target.classes.to(torch.int64), len(target.classes)
-            self.begin, self.end = (one.to(torch.int64).clamp(0, most) for one in (target.begin, target.end))
-            self.longest = int((self.end - self.begin).max()) if len(ids) else 0
-            before = F.pad(((self.classes < 0) | (self.classes >= vocabulary)).cumsum(0), (1, 0))
-            invalid |= before[self.end] > before[self.begin]
+            classes, most = target.classes.to(torch.int64), len(target.classes)
+            begin, end = (one.to(torch.int64).clamp(0, most) for one in (target.begin, target.end))
+            self.classes, self.begin, self.end = classes, begin, end
+            self.longest = int((end - begin).max()) if len(ids) else 0
+            before = F.pad(((classes < 0) | (classes >= vocabulary)).cumsum(0), (1, 0))
+            invalid |= before[end] > before[begin]
             if target.broken is not None:
                 invalid |= target.broken
         self.invalid = some(masked(invalid, self.ignored, False))

@@ -84,7 +84,7 @@ class PortableSteps(Facts, Steps):
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
                 some = self._kind(facts, piece)
-                found = some.refold(_of(self.met, rows, part)) if self.met else some.fold()
+                found: Any = some.refold(_of(self.met, rows, part)) if self.met else some.fold()
             else:
                 least, like = torch.finfo(sums.dtype).min, sums[0, : len(piece.logits)]
                 found = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
