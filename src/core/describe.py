@@ -238,11 +238,11 @@ def _one_framework(arrays: dict[str, Any]) -> str:
     Raise TypeError for an array of another framework, and for a sparse, nested, sharded or masked one, ValueError for
     a tensor on another device.
     """
-    first, framework, kind, device = "", None, type(None), None
+    first, framework, kind, device = "", None, None, None
     for name, array in arrays.items():
-        if array is None and name not in _REQUIRED:
+        if name not in _REQUIRED and array is None:
             continue
-        if array is None or type(array) is not kind:
+        if type(array) is not kind:
             owner, kind = framework_of(array), type(array)
             if owner is None:
                 modules = [base.__module__ for base in kind.__mro__ if name == "linear_weight"]
@@ -267,12 +267,12 @@ def _one_framework(arrays: dict[str, Any]) -> str:
                 raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
             if hasattr(array, "full_tensor"):
                 raise TypeError(
-                    f"{name} must be a plain tensor, got a {kind.__name__}: pass {name}.to_local() or "
+                    f"{name} must be a plain tensor, got a {type(array).__name__}: pass {name}.to_local() or "
                     f"{name}.full_tensor()"
                 )
         elif framework == "numpy" and hasattr(array, "mask"):
             raise TypeError(
-                f"{name} must be a plain array, got a {kind.__name__}, whose mask would be ignored: pass its "
+                f"{name} must be a plain array, got a {type(array).__name__}, whose mask would be ignored: pass its "
                 "data, and set ignore_index in target, or sample_weight=0, where an entry does not count"
             )
     assert framework is not None  # the first array is required

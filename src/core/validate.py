@@ -121,7 +121,7 @@ def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
     allowed, least, most = RANGES.get(name) or RANGES["logit_scale"]
     number = number_of(framework, value)
     other = ", or an array of floats" if arrays and name == "temperature" else ""
-    if type(number) in PLAIN[:2] or (isinstance(number, numbers.Real) and type(value) is not bool):
+    if type(number) in PLAIN[:2] or _is_other_number(number):
         inside = least < number if name in _POSITIVE else least <= number
         if not (inside and number <= most and -math.inf < number < math.inf):
             raise ValueError(f"{name} must be {allowed}{other}, got {number!r}")
@@ -168,6 +168,11 @@ def check_int(name: str, value: Any, allowed: str = "an int,", least: int | None
     if not _is_int(value) or (least is not None and value < least):
         raise (ValueError if _is_int(value) else TypeError)(f"{name} must be {allowed} got {shown(value)}")
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
+
+
+def _is_other_number(value: Any) -> bool:
+    """Return whether a value is a real number of another type, and no boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_int(value: Any) -> bool:
