@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
@@ -385,6 +386,12 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
 
+# Between graphs it is not compiled by itself, nor what it calls: compiled, `unhandled` would call it without end.
+_eval_frame.set_code_exec_strategy(
+    DeferredLogits.__torch_function__.__code__, _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
+)
+
+
 class _DispatchedLogits(DeferredLogits):
     """Deferred logits outside of torch.compile, which cannot create tensors that have __torch_dispatch__."""
 
@@ -507,7 +514,7 @@ def _compute(recipe: Recipe) -> Any:
 def _product(origins: Any, hidden: Any, weights: Any, bias: Any) -> Tensor:
     """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
     (hidden,), (weight,) = hidden, weights
-    for one, gathered in zip(origins[1:], (weight, bias), strict=False):
+    for one, gathered in zip(origins[1:], (weight, bias)):  # noqa: B905  # PyTorch 2.8 compiles strict=False as True
         if one.kept is None:  # FSDP frees such weights after the head's call: `check_unchanged` cannot look at them
             _compare(one, gathered)
     if in_shards(weight):
