@@ -17,7 +17,8 @@ from tests.distributed.pool import PROCESSES, Pool, device
 
 CLASSES, WIDTH = 11, 8
 
-pytestmark = pytest.mark.skipif(PROCESSES < 4, reason="a mesh of two dimensions takes four processes")
+if PROCESSES < 4:
+    pytest.skip("a mesh of two dimensions takes four processes", allow_module_level=True)
 
 
 def run(name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.integrations.models import SMALL, batch, device
+from tests.integrations.models import SMALL, TOKENS, batch, device
 from xent.integrations.transformers import explain, patch
 
 _BLOCKS = {f"{part}_{name}": count for part in ("encoder", "decoder")
@@ -20,14 +20,14 @@ _NAMES = {
     **SMALL,
     **_BLOCKS,
     **dict.fromkeys(["d_model", "n_embd", "dim", "emb_dim", "word_embed_proj_dim"], 32),
-    **dict.fromkeys(["n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers"], 1),
+    **dict.fromkeys(["n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers"], 1),
     **dict.fromkeys(["n_head", "n_heads", "num_heads", "num_experts", "num_local_experts", "n_routed_experts"], 4),
     **dict.fromkeys(["num_encoder_attention_heads", "num_decoder_attention_heads", "attention_window"], 4),
     **dict.fromkeys(["ffn_dim", "d_ff", "hidden_dim", "n_inner", "ffn_hidden_size"], 48),
     **dict.fromkeys(["moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"], 16),
     **dict.fromkeys(["head_dim", "d_kv", "kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_head_dim"], 8),
     **dict.fromkeys(["n_group", "topk_group"], 1),
-    **dict.fromkeys(["num_experts_per_tok", "type_vocab_size"], 2),
+    **dict.fromkeys(["num_experts_per_tok", "num_layers", "type_vocab_size"], 2),
     **dict.fromkeys(["n_positions", "n_ctx"], 64),
     **dict.fromkeys(["decoder_start_token_id", "pad_index"], 0),
     **dict.fromkeys(["state_size", "qk_rope_head_dim", "qk_nope_head_dim"], 4),
@@ -80,7 +80,7 @@ def make(name: str) -> Any:
     known = set(inspect.signature(config.__init__).parameters) | set(getattr(config, "attribute_map", {}))
     if dataclasses.is_dataclass(config):
         known |= {field.name for field in dataclasses.fields(config)}
-    arguments = {key: copy.deepcopy(value) for key, value in _NAMES.items() if key in known}
+    arguments = TOKENS | {key: copy.deepcopy(value) for key, value in _NAMES.items() if key in known}
     made = config(**arguments)
     made.decoder_start_token_id = 0
     torch.manual_seed(0)

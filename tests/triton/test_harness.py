@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.targets import backend_of
+from xent.backends import TABLE
 
 
 def harness_of(device: str) -> Any:
-    return backend_of("triton").harness(device)
+    return TABLE["triton"]().harness(device)
 
 
 def test_every_kernel_is_listed() -> None:
