@@ -5,7 +5,7 @@ Times are loop times, if these were measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import ceil
@@ -18,9 +18,10 @@ from benchmarks.tables import kind
 
 __all__ = ["save_plots"]
 
-_COLORS = {"xent": "#1b7f5c"}
+_COLORS = {"xent": "#1b7f5c", "transformers": "black", "Liger-Kernel": "C3", "Cut Cross Entropy": "C1"}
+_MARKERS = "oDs^vXPph<>*d"
+_NAMES = {"plain": "transformers", "Liger": "Liger-Kernel", "CCE": "Cut Cross Entropy"}
 _MOST_COLUMNS = 3
-_FEWEST_SIZES = 3
 _MIB = 2**20
 
 
@@ -34,7 +35,6 @@ class _Panel:
     points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     style: dict[str, dict[str, Any]] = field(default_factory=dict)
     axes: dict[str, Any] = field(default_factory=dict)
-    ticks: Mapping[float, str] = field(default_factory=dict)
 
     def add(self, label: str, point: tuple[float, float], **style: Any) -> None:
         """Add a point."""
@@ -43,10 +43,10 @@ class _Panel:
 
 
 def save_plots(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `stem`-bandwidth.png, -ranks.png and -training.png, those for which there are results."""
+    """Write `stem`-ranks.png and -training.png, those for which there are results."""
     measured = [record for record in records if record.seen is not None and record.status == "measured"]
     written = []
-    for name, make in (("bandwidth", _bandwidth), ("ranks", _ranks), ("training", _training)):
+    for name, make in (("ranks", _ranks), ("training", _training)):
         if panels := make(measured):
             written.append(stem.with_name(f"{stem.name}-{name}.png"))
             _save(panels, where(measured[0]), written[-1])
@@ -61,8 +61,9 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
 
     columns = min(len(panels), _MOST_COLUMNS)
     rows = ceil(len(panels) / columns)
+    # Pages show pictures at 740 pixels: at this size text is 10 pixels high.
     figure, grid = pyplot.subplots(
-        rows, columns, figsize=(max(5.0 * columns, 8), 4.2 * rows + 1), squeeze=False, layout="constrained"
+        rows, columns, figsize=(max(3.2 * columns, 7), 3.2 * rows + 1), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
     names = list(dict.fromkeys(label.partition(",")[0] for panel in panels for label in panel.points))
@@ -71,41 +72,21 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
             name = label.partition(",")[0]
             look = {
                 "color": _COLORS.get(name, f"C{names.index(name)}"),
-                "marker": "o",
+                "marker": _MARKERS[names.index(name)],
                 "markersize": 6,
                 **panel.style[label],
             }
             handles[label] = axes.plot(*zip(*sorted(points), strict=True), label=label, **look)[0]
-        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, **panel.axes)
-        if panel.ticks:
-            axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
         axes.margins(0.1)
+        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, **panel.axes)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=160)
     pyplot.close(figure)
-
-
-def _bandwidth(records: Sequence[Record]) -> list[_Panel]:
-    """Return the bandwidth over the vocabularies of the suite "logits": one read and one write, divided by the time."""
-    sweep = [record for record in records if record.case.suite == "logits"]
-    tokens = min((record.case.tokens for record in sweep), default=0)
-    sweep = [record for record in sweep if record.case.tokens == tokens]
-    sizes = sorted({record.case.vocabulary for record in sweep})
-    if len(sizes) < _FEWEST_SIZES:
-        return []
-    ylabel = "GB/s: one read and one write of the logits over the time"
-    panel = _Panel(f"logits, {tokens} tokens, mean, forward + backward", "vocabulary", ylabel, axes={"ylim": (0, None)})
-    panel.ticks = {place: f"{size:,}" for place, size in enumerate(sizes)}
-    for record in sweep:
-        floor = {"color": "black", "linestyle": ":"} if kind(record) == "floor" else {}
-        speed = 2 * record.case.logits_bytes / (record.seen or 1) / 1e9
-        panel.add(record.contender, (sizes.index(record.case.vocabulary), speed), **floor)
-    return [panel]
 
 
 def _ranks(records: Sequence[Record]) -> list[_Panel]:
@@ -131,10 +112,13 @@ def _training(records: Sequence[Record]) -> list[_Panel]:
     for record in records:
         case = record.case
         if case.function == "training" and record.peak_bytes is not None:
-            title = f"{case.model}, {case.tokens} tokens"
-            panel = _Panel(title, "peak memory, GiB", "thousand tokens per second", axes={"xlim": (0, None)})
-            label = record.contender + ", no checkpointing" * (not case.checkpointing)
+            peak = record.peak_bytes / 2**30
+            panel = _Panel(case.model or "", "peak memory, GiB", "thousand tokens per second", axes={"xlim": (0, None)})
+            panel = panels.setdefault(panel.title, panel)
+            label = _NAMES.get(record.contender, record.contender) + ", no checkpointing" * (not case.checkpointing)
             filled = {} if case.checkpointing else {"markerfacecolor": "none"}
-            point = record.peak_bytes / 2**30, case.tokens / (record.seen or 1) / 1e3
-            panels.setdefault(case.model, panel).add(label, point, linestyle="", markersize=9, **filled)
+            panel.add(label, (peak, case.tokens / (record.seen or 1) / 1e3), linestyle="", markersize=9, **filled)
+            if case.checkpointing:
+                found = {"plain": f"\n{peak:.1f} GiB", "xent": f", with xent {peak:.1f} GiB"}
+                panel.title += found.get(record.contender, "")
     return list(panels.values())

@@ -19,22 +19,29 @@ __all__ = ["peak_bytes"]
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 """Makes glibc return large blocks to the system when they are freed. Otherwise they count as in use."""
 
+LONGEST_SECONDS = 120
+"""After this time a measurement is given up."""
+
 WARMUP_TOKENS = 64
 """Tokens of a first call, which loads libraries, starts threads and compiles kernels before the measurement."""
 
 
 def peak_bytes(loss: str, tokens: int, width: int, vocabulary: int, device: torch.device) -> int | None:
-    """Return the peak bytes of the named loss and its backward pass above their inputs; None if unknown."""
+    """Return the peak bytes of the named loss and its backward pass above their inputs; None if unknown or too slow."""
     shape = [str(tokens), str(width), str(vocabulary)]
     command = [sys.executable, "-m", "demo.memory", loss, *shape, str(device)]
-    child = subprocess.run(
-        command,
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | RETURN_FREED_MEMORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        child = subprocess.run(
+            command,
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | RETURN_FREED_MEMORY,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return None
     if child.returncode != 0:
         raise RuntimeError(f"the memory measurement of {loss} failed:\n{child.stderr}")
     answer: int | None = json.loads(child.stdout)

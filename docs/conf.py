@@ -39,6 +39,8 @@ numpydoc_show_class_members = False
 
 html_theme = "furo"
 html_title = "xent"
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
 
 
 def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:

@@ -7,6 +7,7 @@ imported by the first call that needs it.
 
 import sys as _sys
 
+from xent.backends import backends
 from xent.core.api import (
     cross_entropy,
     divergence,
@@ -15,7 +16,6 @@ from xent.core.api import (
     linear_log_probs,
     log_probs,
 )
-from xent.core.dispatch import backends
 from xent.core.spec import (
     BackendError,
     BackendInfo,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.interpreter import prepare
-from tests.targets import Target, targets
+from tests.targets import Target, backend_of, targets
 from xent.backends import TABLE
 from xent.backends.proof import Proof
 
@@ -20,12 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MLX_ENABLE_TF32", "0")  # MLX reads it once, at its first product
     if os.environ.get("TRITON_INTERPRET") == "1":
         prepare()
-    if "metal" in asked_for() and TABLE["metal"]().missing():
+    if "metal" in asked_for() and backend_of("metal").missing:
         _emulate_metal(config)
     for name in asked_for():
-        if name not in TABLE:
-            raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}; there are {', '.join(TABLE)}")
-        reason = TABLE[name]().missing()
+        names = [one for one, _ in TABLE]
+        if name not in names:
+            raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}; there are {', '.join(names)}")
+        reason = backend_of(name).missing
         if reason is not None:
             raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}, which cannot run here: {reason}")
 
@@ -49,7 +50,7 @@ def asked_for() -> list[str]:
     named = os.environ.get("XENT_TEST_BACKENDS", "")
     if named:
         return [name.strip() for name in named.split(",")]
-    return [name for name, load in TABLE.items() if load().missing() is None]
+    return list(dict.fromkeys(name for (name, _), load in TABLE.items() if load().missing is None))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -45,38 +45,38 @@ KERNELS = "backends/triton/kernels/"
 FAULTS = [
     # The finish of PyTorch: losses, statistics, coefficients.
     Fault(
-        "smoothing without the target's own share", PORTABLE + "finish.py",
+        "smoothing without the target's own share", PORTABLE + "steps.py",
         "(1 - smoothing + spread)", "(1 - smoothing)", (MATRIX, "-k", "smoothing"),
     ),
     Fault(
-        "z-loss not weighted by rows", PORTABLE + "finish.py",
-        "z_term = weight * times(z_loss", "z_term = times(z_loss", (MATRIX, "-k", "z_loss"),
+        "z-loss not weighted by rows", PORTABLE + "steps.py",
+        "z_term = facts.weight * times(z_loss", "z_term = times(z_loss", (MATRIX, "-k", "z_loss"),
     ),
     Fault(
-        "gradient of the z-loss halved", PORTABLE + "finish.py",
-        "excess + 2 * z_loss * r * lse", "excess + z_loss * r * lse",
+        "gradient of the z-loss halved", PORTABLE + "steps.py",
+        "terms.append(2 * z_loss * r * lse)", "terms.append(z_loss * r * lse)",
         (MATRIX, "-k", "z_loss"),
     ),
     Fault(
-        "gradient of the entropy without the entropy", PORTABLE + "finish.py",
-        "excess - of_entropy * entropy", "excess - of_entropy", (MATRIX, "-k", "entropy"),
+        "gradient of the entropy without the entropy", PORTABLE + "steps.py",
+        "terms.append(-of_entropy * entropy)", "terms.append(-of_entropy)", (MATRIX, "-k", "entropy"),
     ),
     Fault(
-        "gradient of the entropy, sign of log p", PORTABLE + "finish.py",
-        "gamma + excess + of_entropy * log_sum", "gamma + excess - of_entropy * log_sum", (MATRIX, "-k", "entropy"),
+        "gradient of the entropy, sign of log p", PORTABLE + "steps.py",
+        "alpha = alpha - beta * log_sum", "alpha = alpha + beta * log_sum", (MATRIX, "-k", "entropy"),
     ),
     Fault(
-        "nll of class probabilities without gradient", PORTABLE + "finish.py",
-        '(gamma, excess + of_nll * sums["given"])', "(gamma, excess)",
+        "nll of class probabilities without gradient", PORTABLE + "steps.py",
+        'terms.append(of_nll * sums["given"])', "pass",
         (MATRIX, "-k", "probabilities and stats"),
     ),
     Fault(
-        "gradient of smoothing over one class too many", PORTABLE + "finish.py",
+        "gradient of smoothing over one class too many", PORTABLE + "steps.py",
         "smoothing / facts.setting.vocabulary", "smoothing / (facts.setting.vocabulary + 1)",
         (MATRIX, "-k", "smoothing"),
     ),
     Fault(
-        "smoothing of the target not weighted", PORTABLE + "finish.py",
+        "smoothing of the target not weighted", PORTABLE + "steps.py",
         'w_y = sums.get("row_weight", 1) * (', "w_y = (",
         (MATRIX, "-k", "weight and smoothing"),
     ),
@@ -86,66 +86,66 @@ FAULTS = [
         "        if self._slope is not None:\n            self._put(self._slope, 1.0)\n", (MATRIX, "-k", "softcap"),
     ),
     Fault(
-        "scale and temperature not differentiated", PORTABLE + "finish.py",
+        "scale and temperature not differentiated", PORTABLE + "steps.py",
         "given = [None if one is None else times(linear, one) for one in given]", "pass",
         (MATRIX, "-k", "scale or temperature"),
     ),
     Fault(
-        "entropy without the target", PORTABLE + "finish.py",
-        "entropy + times(own, nll)", "entropy", (STATS, MATRIX, "-k", "entropy"),
+        "entropy without the target", PORTABLE + "steps.py",
+        "entropy + times(own, nll) if is_class else entropy", "entropy", (STATS, MATRIX, "-k", "entropy"),
     ),
     Fault(
-        "log sum of squares, one log too few", PORTABLE + "finish.py",
-        "own.square())).log() - 2 * log_sum", "own.square())).log() - log_sum", (STATS,),
+        "log sum of squares, one log too few", PORTABLE + "steps.py",
+        "own**2).log() - 2 * log_sum", "own**2).log() - log_sum", (STATS,),
     ),
     Fault(
-        "mean logit over one class too many", PORTABLE + "finish.py",
+        "mean logit over one class too many", PORTABLE + "steps.py",
         'sums["deficit"] / sums["counted"].clamp(min=1)', 'sums["deficit"] / (sums["counted"] + 1)', (STATS,),
     ),
     Fault(
-        "lse relative to the peak", PORTABLE + "finish.py",
-        'found["lse"] = lse', 'found["lse"] = log_sum', (STATS, MATRIX, "-k", "lse"),
+        "lse relative to the peak", PORTABLE + "steps.py",
+        'found["lse"] = peak + log_sum', 'found["lse"] = log_sum', (STATS, MATRIX, "-k", "lse"),
     ),
     # The facts of rows.
     Fault(
-        "ignored rows weigh", PORTABLE + "facts.py",
-        "whole = weight = masked(weight, self.ignored, 0)", "whole = weight", (MATRIX, "-k", "ignore_index"),
+        "ignored rows weigh", PORTABLE + "rows.py",
+        "weight = weight.masked_fill(self.ignored, 0)", "pass", (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
-        "ignore_index is always -100", PORTABLE + "facts.py",
-        "self.ignored = some(ids == ignore_index)", "self.ignored = some(ids == -100)",
+        "ignore_index is always -100", PORTABLE + "rows.py",
+        "some(ids == ignore_index)", "some(ids == -100)",
         (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
-        "divisor without row weights", PORTABLE + "facts.py",
-        "whole = weight * weights_of(", "whole = weights_of(",
+        "divisor without row weights", PORTABLE + "rows.py",
+        "alike, whole = False, weight * weights_of(", "alike, whole = False, weights_of(",
         (MATRIX, "-k", "sample_weight and weight"),
     ),
     Fault(
-        "upstream gradient of the loss lost", PORTABLE + "facts.py",
-        "self.scale * upstream.loss.to(dtype)", "self.scale * torch.ones_like(upstream.loss)",
+        "upstream gradient of the loss lost", PORTABLE + "rows.py",
+        "self.scale * given.loss.to(dtype)", "self.scale * torch.ones_like(given.loss)",
         (MATRIX, "-k", "none"),
     ),
     Fault(
-        "float16 gradients without the size of weights", PORTABLE + "facts.py",
-        "self.scale, self.deferred = weight / size, size / self.divisor",
-        "self.scale, self.deferred = weight / size, 1 / self.divisor",
+        "float16 gradients without the size of weights", PORTABLE + "rows.py",
+        "self.weight / size, size / self.divisor",
+        "self.weight / size, 1 / self.divisor",
         (MATRIX, "-k", "float16 and sample_weight"),
     ),
     # Results.
     Fault(
-        "accuracy over all rows", PORTABLE + "finish.py",
-        'correct.sum().to(facts.dtype) / result(facts, "count").clamp(min=1)', "correct.to(facts.dtype).mean()",
+        "accuracy over all rows", PORTABLE + "steps.py",
+        'correct.sum().to(self.dtype) / self._result("count").clamp(min=1)', "correct.to(self.dtype).mean()",
         (STATS, "-k", "accuracy or stat"),
     ),
     Fault(
-        "predictions of ignored rows", PORTABLE + "finish.py",
-        'masked(values, ignored, -1 if name == "predictions" else 0)', "masked(values, ignored, 0)",
+        "predictions of ignored rows", PORTABLE + "steps.py",
+        '-1 if name == "predictions" else 0', "0",
         (STATS, LOG_PROBS),
     ),
     Fault(
-        "NaN in rows of weight 0", PORTABLE + "finish.py",
-        "values = masked(values, facts.dead, 0)", "pass",
+        "NaN in rows of weight 0", PORTABLE + "steps.py",
+        "absent = self.dead if summed", "absent = None if summed",
         ("tests/test_promises.py",),
     ),
     # The rows of PyTorch.
@@ -172,14 +172,15 @@ FAULTS = [
         '{"rest", "mixed", "squares"}', '{"mixed", "squares"}', ("tests/torch/test_many_classes.py", "-k", "kinds"),
     ),
     Fault(
-        "support: the wrong classes", PORTABLE + "facts.py",
+        "support: the wrong classes", PORTABLE + "rows.py",
         "return outside.scatter_(1, local, False)[:, :width]",
         "return outside.scatter_(1, local, False)[:, :width].flip(1)",
         (ROWS, LOG_PROBS, MATRIX, "-k", "support"),
     ),
     Fault(
-        "activation without temperature", PORTABLE + "facts.py",
-        "        x.div_(temperature)", "        pass", (LOG_PROBS, MATRIX, "-k", "temperature"),
+        "activation without temperature", PORTABLE + "rows.py",
+        "x.div_(temperature if x.dim() == 1 else temperature[:, None])", "pass",
+        (LOG_PROBS, MATRIX, "-k", "temperature"),
     ),
     # Divergences.
     Fault(
@@ -215,12 +216,12 @@ FAULTS = [
         "weight = torch.ones(math.prod(rows), dtype=acc, device=device)", ("tests/divergence/test_shift.py",),
     ),
     Fault(
-        "divergence of the first rank only", PORTABLE + "finish.py",
+        "divergence of the first rank only", PORTABLE + "steps.py",
         "                total = total + other", "                pass",
         ("tests/distributed/test_divergences.py",),
     ),
     Fault(
-        "top-k classes of the first rank only", PORTABLE + "finish.py",
+        "top-k classes of the first rank only", PORTABLE + "steps.py",
         "found = {name: one.amax(0) for", "found = {name: one[0] for", ("tests/distributed/test_divergences.py",),
     ),
     # Loop, sources, products.
@@ -273,7 +274,7 @@ FAULTS = [
     ),
     Fault(
         "heads without their divisors", "backends/torch/prepare.py",
-        "        weight = divided(weight, divisor)", "        pass",
+        "        weight = torch.where(divisor == 0, 0, weight / divisor)", "        pass",
         (HEADS,),
     ),
     Fault(
@@ -318,13 +319,13 @@ FAULTS = [
     ),
     Fault(
         "gradient of probabilities without smoothing", "backends/torch/loop.py",
-        "scales = factor[rows, None] * (1 - options.label_smoothing) * class_weight",
-        "scales = factor[rows, None] * class_weight",
+        "scales = factor[:, None] * (1 - options.label_smoothing) * class_weight",
+        "scales = factor[:, None] * class_weight",
         (MATRIX, TARGET),
     ),
     Fault(
         "gradient of shared probabilities of one head", "backends/torch/loop.py",
-        "flat.index_add_(0, order[rows].clamp(min=0), found)", "flat[order[rows].clamp(min=0)] = found",
+        "flat.index_add_(0, some.order.clamp(min=0), found)", "flat[some.order.clamp(min=0)] = found",
         (TARGET, "-k", "heads"),
     ),
     Fault(
@@ -339,20 +340,20 @@ FAULTS = [
     ),
     # Shards.
     Fault(
-        "sums of ranks not rebased", PORTABLE + "finish.py",
+        "sums of ranks not rebased", PORTABLE + "steps.py",
         "factors, rest = (-growth).exp(), given", "factors, rest = torch.ones_like(growth), given", (SHARDS,),
     ),
     Fault(
-        "entropy of ranks not rebased", PORTABLE + "finish.py",
+        "entropy of ranks not rebased", PORTABLE + "steps.py",
         'factors * (given["mixed"] - growth * rest)', 'factors * given["mixed"]', (SHARDS, "-k", "stats or entropy"),
     ),
     Fault(
-        "smoothing of ranks not rebased", PORTABLE + "finish.py",
+        "smoothing of ranks not rebased", PORTABLE + "steps.py",
         "given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)", "given[name]",
         (SHARDS, "-k", "smoothing or probabilities"),
     ),
     Fault(
-        "prediction of the first rank", PORTABLE + "finish.py",
+        "prediction of the first rank", PORTABLE + "steps.py",
         "torch.where(wins, given[place], torch.iinfo(torch.int64).max).amin(0)", "given[place].amin(0)", (SHARDS,),
     ),
     Fault(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xent.backends import ALSO, TABLE
+from xent.backends import TABLE
 from xent.backends.harness import Harness
 from xent.backends.protocol import Backend
 from xent.command.check.case import Case
@@ -19,15 +19,15 @@ from xent.command.check.judge import judge_case
 class Target:
     name: str
     device: str
-    also: bool = False
-    """Whether it is the backend for a second framework under this name."""
+    framework: str = ""
+    """If two frameworks have a backend of this name: which. By default the first in the table."""
 
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
 
     @property
     def backend(self) -> Backend:
-        return (ALSO if self.also else TABLE)[self.name]()
+        return backend_of(self.name, self.framework)
 
     @cached_property
     def harness(self) -> Harness[Any]:
@@ -105,6 +105,11 @@ class Target:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def backend_of(name: str, framework: str = "") -> Backend:
+    """Return the backend of that name, and of that framework if one is named."""
+    return next(load() for (one, takes), load in TABLE.items() if one == name and framework in ("", takes))
+
+
 def targets(name: str) -> list[Target]:
     """Return the targets of the backend, one per device."""
-    return [Target(name, device) for device in TABLE[name]().info().devices]
+    return [Target(name, device) for device in backend_of(name).info().devices]

@@ -15,9 +15,8 @@ import pytest
 
 from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
-from tests.targets import Target
+from tests.targets import Target, backend_of
 from xent.__main__ import main
-from xent.backends import TABLE
 from xent.command.check import run
 from xent.command.check.case import Case
 from xent.command.check.judge import Comparison, judge_case
@@ -167,7 +166,7 @@ def few_cases() -> dict[Any, Any]:
 def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend is "torch", which runs in any process on every machine with PyTorch."""
     pytest.importorskip("torch")
-    backend = TABLE["torch"]()
+    backend = backend_of("torch")
     monkeypatch.setattr(run, "_NEIGHBOURS", 2)
     lines, sentences = [], []
     for processes in (1, 2):
@@ -183,7 +182,7 @@ def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPat
 
 def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    backend = TABLE["torch"]()
+    backend = backend_of("torch")
     harness = backend.harness("cpu")
     monkeypatch.setattr(harness, "processes", 2)
     good = option_cases("cross_entropy", "float32")[0]
@@ -217,7 +216,7 @@ def test_a_process_that_ends_is_a_failed_case(
     )
     monkeypatch.setattr(run, "FUNCTIONS", ("cross_entropy",))
     monkeypatch.setattr(run, "_NEIGHBOURS", 2)
-    monkeypatch.setattr(type(TABLE["torch"]().harness("cpu")), "processes", 2)
+    monkeypatch.setattr(type(backend_of("torch").harness("cpu")), "processes", 2)
     assert main(["check", "torch"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^torch +cpu +cross_entropy +float32 +6 .* 2 failed$", printed, re.MULTILINE)

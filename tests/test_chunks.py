@@ -2,7 +2,7 @@
 
 import pytest
 
-from xent.core.chunks import rows_per_block, rows_per_chunk, tile_shape
+from xent.core.chunks import rows_per_chunk, tile_shape
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 100, 4096, 100_003])
@@ -78,12 +78,6 @@ def test_chunks_of_mlx_on_nvidia_are_few(rows: int, vocabulary: int, itemsize: i
 
 def test_chunks_are_even() -> None:
     assert rows_per_chunk(1025, 1000, 4, 1024 * 4000, "cpu") == 513
-
-
-def test_block_is_at_least_a_row() -> None:
-    assert rows_per_block(10**9, 4, "cpu", 1) == 1
-    assert rows_per_block(1000, 4, "cpu", 2) > 100
-    assert rows_per_block(1000, 4, "cpu", 64) == rows_per_block(1000, 4, "cpu", 4)
 
 
 @pytest.mark.parametrize(

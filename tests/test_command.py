@@ -85,9 +85,9 @@ def test_bench_names_the_missing_memory(
 def test_bench_of_a_framework(
     framework: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xent.backends import TABLE
+    from tests.targets import backend_of
 
-    if TABLE[framework]().missing() is not None:
+    if backend_of(framework).missing is not None:
         pytest.skip(f"{framework} is not installed")
     monkeypatch.setattr(bench, "_MOST", 2)
     assert main(["bench", "64x32x2048", "--dtype", "float32", "--framework", framework]) == 0

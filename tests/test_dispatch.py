@@ -13,7 +13,7 @@ from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
 from tests.targets import Target
 from xent.__main__ import main
-from xent.backends import ALSO, TABLE
+from xent.backends import TABLE
 from xent.command.check import run as report
 from xent.command.check.judge import Comparison
 
@@ -25,17 +25,14 @@ class Fake:
     """A backend for NumPy arrays that is preferred to the reference."""
 
     name, framework, native_to = "fake", "numpy", ("numpy",)
-    missing_reason: str | None = None
+    missing: str | None = None
     refusal: str | None = None
-
-    def missing(self) -> str | None:
-        return self.missing_reason
 
     def refuse(self, call: Any) -> str | None:
         return self.refusal
 
     def info(self) -> xent.BackendInfo:
-        reason = self.missing_reason
+        reason = self.missing
         return xent.BackendInfo("fake", "numpy", reason is None, reason, {}, () if reason else ("cpu",))
 
     def run(self, call: Any) -> tuple[Any, xent.Stats]:
@@ -45,7 +42,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     backend = Fake()
-    monkeypatch.setattr(dispatch, "TABLE", {"fake": lambda: backend} | TABLE)
+    monkeypatch.setattr(dispatch, "TABLE", {("fake", "numpy"): lambda: backend} | TABLE)
     monkeypatch.setattr(dispatch, "_warned", set())
     return backend
 
@@ -58,7 +55,7 @@ def test_auto_selects_the_first_backend_that_can_serve(fake: Fake) -> None:
     assert loss() == -7.0
 
 
-@pytest.mark.parametrize("how", ["missing_reason", "refusal"])
+@pytest.mark.parametrize("how", ["missing", "refusal"])
 def test_auto_passes_over_the_native_backend_with_one_warning(fake: Fake, how: str) -> None:
     setattr(fake, how, "the moon is full")
     with pytest.warns(RuntimeWarning, match="does not use its fake backend.*the moon is full") as caught:
@@ -70,7 +67,7 @@ def test_auto_passes_over_the_native_backend_with_one_warning(fake: Fake, how: s
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("how", ["missing_reason", "refusal"])
+@pytest.mark.parametrize("how", ["missing", "refusal"])
 def test_named_backend_that_cannot_serve_raises_with_the_reason(fake: Fake, how: str) -> None:
     setattr(fake, how, "the moon is full")
     with pytest.raises(xent.BackendError, match="'fake' cannot serve this call: the moon is full"):
@@ -92,7 +89,7 @@ def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pyte
 
 def test_error_names_backends_of_the_framework(target: Target) -> None:
     framework = target.backend.framework
-    frameworks = " and ".join(load[target.name]().framework for load in (TABLE, ALSO) if target.name in load)
+    frameworks = " and ".join(takes for name, takes in TABLE if name == target.name)
     with pytest.raises(xent.BackendError, match=f"takes {frameworks} arrays and got numpy arrays: use backend 'numpy'"):
         loss(backend=target.name)
     logits, classes = target.arrays(np.zeros((2, 4)), np.array([0, 1]))
@@ -104,8 +101,7 @@ def test_error_names_backends_of_the_framework(target: Target) -> None:
 
 def test_backends_lists_the_table() -> None:
     listed = xent.backends()
-    assert list(dict.fromkeys(info.name for info in listed)) == list(TABLE)
-    assert len({(info.name, info.framework) for info in listed}) == len(listed) == len(TABLE) + len(ALSO)
+    assert [(info.name, info.framework) for info in listed] == list(TABLE)
     for info in listed:
         assert info.available == (info.reason is None)
         assert not info.available or (info.versions and info.devices)
@@ -131,7 +127,7 @@ def test_check_passes_and_prints_a_table(
     monkeypatch.setattr(report, "cases_of", some)
     assert main(["check", target.name]) == 0
     printed = capsys.readouterr().out
-    backends = [load[target.name]() for load in (TABLE, ALSO) if target.name in load]
+    backends = [load() for (name, _), load in TABLE.items() if name == target.name]
     harnesses = [backend.harness(device) for backend in backends for device in backend.info().devices]
     lines = 6 * sum(len(harness.dtypes) for harness in harnesses)
     assert printed.count("passed") == lines + 1  # and in the summary
@@ -149,10 +145,9 @@ def test_check_fails_when_a_gradient_is_wrong(
 
 
 def test_check_skips_missing_and_unnamed_backends(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "TABLE", {"fake": lambda: fake})
-    monkeypatch.setattr(report, "ALSO", {})
+    monkeypatch.setattr(report, "TABLE", {("fake", "numpy"): lambda: fake})
     assert report.planned(["torch"]) == []
-    fake.missing_reason = "the moon is full"
+    fake.missing = "the moon is full"
     assert report.planned() == []
 
 

@@ -15,7 +15,7 @@ Each language implements these steps once. If rows are always whole there is no 
 
 - NumPy: `xent.backends.reference`, whole rows, written like the formulas. All other backends are tested against it.
 - PyTorch: `xent.backends.torch.portable`, in PyTorch's own operations: fold and gradient in
-  `xent.backends.torch.portable.rows`, merge and finish in `xent.backends.torch.portable.finish`.
+  `xent.backends.torch.portable.rows`, merge and finish in `xent.backends.torch.portable.steps`.
 - Triton: device functions in `xent.backends.triton.kernels.fold`, `xent.backends.triton.kernels.sums` (merge),
   `xent.backends.triton.kernels.algebra` (finish) and `xent.backends.triton.kernels.rows_kernel` (gradient, and all
   steps of whole rows).
@@ -55,8 +55,9 @@ class Backend(Protocol):
     native_to: tuple[str, ...]
     """Device types for which "auto" warns if it does not select this backend."""
 
+    @property
     def missing(self) -> str | None:
-        """Return why this machine cannot run the backend, or None. Dispatch calls this often, so it must be fast."""
+        """Why this machine cannot run the backend, or None. Every call reads it, so it should be a class attribute."""
 
     def info(self) -> BackendInfo:
         """Return the line of `xent.backends()`, with versions and devices."""

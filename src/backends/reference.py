@@ -12,7 +12,7 @@ import numpy as np
 from xent.backends.reference_divergence import Array, between, expectation, from_top_k
 from xent.core.call import Activation, Allowed, Call, Dense, Given, Options, Probabilities, Source, TopK
 from xent.core.spec import ROW_STATS, BackendInfo, Stats
-from xent.core.values import check_support, check_targets, check_temperature
+from xent.core.validate import check_support, check_targets, check_temperature
 
 __all__ = ["BACKEND", "Reference", "gradients"]
 
@@ -26,10 +26,7 @@ class Reference:
     name = "numpy"
     framework = "numpy"
     native_to: tuple[str, ...] = ()
-
-    def missing(self) -> None:
-        """Return None: this backend is always available."""
-        return None
+    missing = None
 
     def info(self) -> BackendInfo:
         """Report NumPy's version."""

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.core.arrays import dtype_name
-from xent.core.call import TopK
+from xent.core.call import TopK, dtype_name
 from xent.core.spec import mass_tolerance
-from xent.core.values import check_top_k
+from xent.core.validate import check_top_k
 
 __all__ = ["Array", "between", "expectation", "from_top_k"]
 

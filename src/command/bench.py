@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import xent
-from xent.core.dispatch import backends
+from xent.backends import backends
 
 __all__ = ["HEADS", "add_arguments", "available", "bench", "parse"]
 

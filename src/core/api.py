@@ -7,10 +7,12 @@ reduction "none", negated.
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from xent.core.dispatch import evaluate
-from xent.core.spec import Support
+from xent.backends import dtensors_of, rank_named, selected
+from xent.core.describe import described
+from xent.core.spec import Stats, Support
 
 __all__ = [
     "cross_entropy",
@@ -23,14 +25,38 @@ __all__ = [
 
 
 def _public(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that evaluates the call that the signature of `function`, which has no body, describes."""
+    """Return a function that runs the call that the signature of `function`, which has no body, describes.
+
+    DTensors call the function again with their local parts.
+    """
     defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
     names = list(defaults)
+    sources = names[: 2 if "linear_weight" in names else 1]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         function(*args, **kwargs)  # raises TypeError for arguments that are missing or unknown
-        return evaluate(call, defaults, dict(zip(names[: len(args)], args, strict=True)) | kwargs)
+        passed = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+        arguments = defaults | passed
+        array, classes = passed[sources[0]], passed[sources[-1]]
+        if hasattr(classes, "placements"):
+            cut = dtensors_of(classes, arguments.get("axis", 0), len(sources) > 1)
+            if cut is not None:
+                return cut(call, *map(arguments.pop, sources), arguments)
+        shards = arguments["vocab_parallel"]
+        with nullcontext() if shards is None else rank_named(shards, array):
+            found = described(arguments, passed)
+            loss, stats = selected(arguments["backend"], found, array).run(found)
+        asked = found.options.stats
+        if not found.options.accuracy_of_rows:
+            return (loss, stats) if asked else loss
+        results = [0 - loss]  # log-probabilities
+        if "entropy" in asked:
+            results.append(stats.entropy)
+        others = {name: getattr(stats, name) for name in asked if name != "entropy"}
+        if others:
+            results.append(Stats(**others))
+        return results[0] if len(results) == 1 else tuple(results)
 
     return call
 

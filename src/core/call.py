@@ -1,12 +1,17 @@
-"""`Call`: the one description of a call, from the public function to the loop of a framework. Imports no framework.
+"""`Call`: the one description of a call, from the public function to the loop of a framework; and of its arrays.
 
 A public function validates its arguments and makes one `Call`. A driver flattens it to rows (`prepare`), which gives a
 `Call` again. Fields are found by name, so a new option is one field here, and no position changes anywhere.
 """
 
+import reprlib
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 __all__ = [
+    "FLOAT_DTYPES",
+    "INTEGER_DTYPES",
     "Activation",
     "Allowed",
     "Call",
@@ -21,11 +26,18 @@ __all__ = [
     "Target",
     "TopK",
     "array_of",
+    "describe",
+    "dtype_name",
     "fields_of",
+    "framework_of",
     "gathered",
     "replaced",
+    "shown",
     "vocabulary_of",
 ]
+
+FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
+INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
 
 
 class Given(NamedTuple):
@@ -181,7 +193,9 @@ def fields_of(record: tuple[Any, ...]) -> dict[str, Any]:
 
 def replaced(record: _Record, **fields: Any) -> _Record:
     """Return a NamedTuple with other values in some fields: `_replace`, which Dynamo of PyTorch 2.8 does not trace."""
-    return type(record)(**fields_of(record) | fields)
+    kind: Any = type(record)
+    made: _Record = kind(**dict(zip(kind._fields, record, strict=True)) | fields)
+    return made
 
 
 def vocabulary_of(source: Source) -> int:
@@ -196,3 +210,41 @@ def gathered(source: Source, ids: Any) -> Source:
         return replaced(source, logits=source.logits[(slice(None),) * source.axis + (ids,)])
     bias = None if source.bias is None else source.bias[ids]
     return replaced(source, weight=source.weight[ids], bias=bias)
+
+
+def framework_of(value: Any) -> str | None:
+    """Return "torch", "mlx" or "numpy", or None if `value` is no array of these frameworks.
+
+    The framework is not looked up in sys.modules: torch.compile would then recompile whenever a module is imported.
+    """
+    if value is None or isinstance(value, (int, float)):
+        return None
+    if isinstance(value, np.ndarray):
+        return "numpy"
+    if hasattr(value, "requires_grad"):
+        try:
+            import torch
+        except ImportError:
+            return None
+        return "torch" if isinstance(value, torch.Tensor) else None
+    if any((base.__module__, base.__name__) == ("mlx.core", "array") for base in type(value).__mro__):
+        return "mlx"
+    return None
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of the dtype without its framework: "float32", "bfloat16", "int64"."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def describe(value: Any) -> str:
+    """Describe a value for an error message: shape, dtype and framework of an array, or the type of anything else."""
+    framework = framework_of(value)
+    if framework is None:
+        return "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
+    return f"{framework} array of shape {tuple(value.shape)}, dtype {dtype_name(value)}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in Python, abbreviated if it is long; an array is described."""
+    return reprlib.repr(value) if framework_of(value) is None else describe(value)

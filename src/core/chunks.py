@@ -1,11 +1,10 @@
-"""The sizes of chunks, blocks and tiles of logits, for all drivers."""
+"""The sizes of chunks and tiles of logits, for all drivers."""
 
 import math
 
 __all__ = [
     "MOST_ROUNDED_SUMS",
     "MOST_ROUNDED_SUMS_MLX",
-    "rows_per_block",
     "rows_per_chunk",
     "tile_shape",
 ]
@@ -40,10 +39,6 @@ _MOST_GROWTH = 2
 # PyTorch's matrix products work on tiles of 256 or 128 rows. Eight chunks of 1024 rows take less time than nine of 911.
 _ROWS_MULTIPLES, _ROWS_MULTIPLES_MLX = (256, 128), (128,)
 _MOST_EXCESS = 1 / 8  # by which rounding up may exceed a default size
-# A block should stay in the caches of the cores during all passes over it.
-_BLOCK_BYTES_PER_THREAD = 2 * _MIB
-_BLOCK_BYTES_CPU = 8 * _MIB
-_BLOCK_BYTES_ACCELERATOR = 256 * _MIB
 _TILE_BYTES = 32 * _MIB
 _TILE_ROWS = 8192
 _TILE_CLASSES = 256
@@ -85,13 +80,6 @@ def rows_per_chunk(
     multiples = _ROWS_MULTIPLES_MLX if is_mlx else _ROWS_MULTIPLES
     rounded = (-(-even // multiple) * multiple for multiple in multiples)
     return next((each for each in rounded if each <= largest), even)
-
-
-def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:
-    """Return the number of rows in a block, for computations made of the framework's whole-array operations."""
-    on_cpu = min(_BLOCK_BYTES_PER_THREAD * threads, _BLOCK_BYTES_CPU)
-    budget = on_cpu if device == "cpu" else _BLOCK_BYTES_ACCELERATOR
-    return max(budget // (vocabulary * itemsize), 1)
 
 
 def tile_shape(rows: int, vocabulary: int, itemsize: int, workspace: int | None) -> tuple[int, int]:

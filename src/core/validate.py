@@ -1,4 +1,7 @@
-"""Check the options of a call, and arrays that several functions take. Errors name the argument and what is allowed."""
+"""Check options and values. Errors name the argument and what is allowed.
+
+Values are checked on the CPU, as NumPy arrays: for NumPy calls, on PyTorch's CPU, and with XENT_CHECK_TARGETS=1.
+"""
 
 import math
 import numbers
@@ -7,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from xent.core.arrays import (
+from xent.core.call import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
+    Shards,
+    Source,
     describe,
     dtype_name,
     framework_of,
-    is_tracing,
-    number_of,
     shown,
+    vocabulary_of,
 )
-from xent.core.call import Shards
 from xent.core.spec import (
     DIVERGENCE_STATS,
     DIVERGENCES,
@@ -25,13 +28,27 @@ from xent.core.spec import (
     REDUCTIONS,
     STAT_NAMES,
     TAILS,
-    QuantizedWeight,
     VocabParallel,
     bounded,
+    mass_tolerance,
 )
 
-__all__ = ["RANGES", "check_classifier", "check_dtype", "check_int", "check_options", "check_shape", "shards_of"]
+__all__ = [
+    "PLAIN",
+    "RANGES",
+    "check_int",
+    "check_options",
+    "check_subset",
+    "check_support",
+    "check_targets",
+    "check_temperature",
+    "check_top_k",
+    "number_of",
+    "shards_of",
+]
 
+PLAIN = (int, float, type(None))
+"""Types of numbers that are neither arrays nor NumPy's."""
 RANGES = {
     "label_smoothing": ("in [0, 1]", 0, 1),
     "z_loss": ("finite and >= 0", 0, math.inf),
@@ -53,36 +70,40 @@ _REAL = {"torch": (*FLOAT_DTYPES, *INTEGER_DTYPES), "mlx": FLOAT_DTYPES}
 def check_options(
     framework: str, given: Mapping[str, Any], arrays: bool = False, passed: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return arguments by name, those `passed` or all, after checking the options. Raise TypeError or ValueError.
+    """Return the options that change, after checking those `passed`, or all. Raise TypeError or ValueError.
 
     Numbers of NumPy become Python numbers, a softcap is at most `LARGEST`, and statistics have the order of
     `STAT_NAMES`. If `arrays`, a number may be a 0-d PyTorch tensor or MLX array, whose value is not read, and a
     temperature an array.
     """
-    named = {name: given[name] for name in (given if passed is None else passed)}
-    made = named | _numbers(framework, {name: value for name, value in named.items() if name in RANGES}, arrays)
-    for name, value in named.items():
-        if name in _NAMES and (not isinstance(value, str) or value not in _NAMES[name]):
-            error = ValueError if isinstance(value, str) else TypeError
-            raise error(f"{name} must be one of {', '.join(map(repr, _NAMES[name]))}, got {shown(value)}")
-        elif name in _FLAGS and not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {shown(value)}")
-    if "stats" in named or "entropy" in named:
+    made: dict[str, Any] = {}
+    passed = given if passed is None else passed
+    for name in passed:
+        value = given[name]
+        if name in RANGES:
+            made[name] = _number(framework, name, value, arrays)
+        elif name in _NAMES:
+            if not isinstance(value, str) or value not in _NAMES[name]:
+                error = ValueError if isinstance(value, str) else TypeError
+                raise error(f"{name} must be one of {', '.join(map(repr, _NAMES[name]))}, got {shown(value)}")
+        elif name in _FLAGS:
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {shown(value)}")
+        elif name == "ignore_index":
+            made[name] = check_int(name, value)
+            if not -(2**63) <= made[name] < 2**63:
+                raise ValueError(f"ignore_index must fit in 64 bits, got {value}")
+        elif name == "workspace" and value is not None:
+            made[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
+        elif name == "shift":
+            made[name] = _shifts(value, "head_weight" in given)
+    if "stats" in passed or "entropy" in passed:
         made["stats"] = _stats(given)
-    if "ignore_index" in named:
-        made["ignore_index"] = ignore_index = check_int("ignore_index", given["ignore_index"])
-        if not -(2**63) <= ignore_index < 2**63:
-            raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
-    if named.get("workspace") is not None:
-        allowed = "None or a positive int, a number of bytes;"
-        made["workspace"] = check_int("workspace", given["workspace"], allowed, 1)
-    if "shift" in named:
-        made["shift"] = _shifts(given["shift"], "head_weight" in given)
-    if named.get("head_weight") is not None:
-        shift = made.get("shift", given["shift"])
-        made["head_weight"] = _head_weights(framework, given["head_weight"], shift, given["reduction"])
     reduction = given.get("reduction", "mean")
-    if reduction != "mean" and named.get("normalizer") is not None:
+    if "head_weight" in passed and given["head_weight"] is not None:
+        shift = made.get("shift", given["shift"])
+        made["head_weight"] = _head_weights(framework, given["head_weight"], shift, reduction)
+    if reduction != "mean" and made.get("normalizer") is not None:
         raise ValueError(
             f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
             "by it, or divide the result, loss / normalizer"
@@ -90,38 +111,56 @@ def check_options(
     return made
 
 
-def _numbers(framework: str, given: Mapping[str, Any], arrays: bool) -> dict[str, Any]:
-    """Return the options that must be numbers in their range, or where allowed None or an array.
+def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
+    """Return an option that must be a number in its range, or where allowed None or an array.
 
     While a compiler traces, tensors are not checked: numbers of NumPy are tensors then.
     """
-    made: dict[str, Any] = {}
-    for name, value in given.items():
-        allowed, least, most = RANGES.get(name) or RANGES["logit_scale"]
-        made[name] = number = number_of(framework, value)
-        if value is None and name in ("softcap", "normalizer"):
-            continue
-        other = ", or an array of floats" if arrays and name == "temperature" else ""
-        if _is_number(number):
-            inside = least < number if name in _POSITIVE else least <= number
-            if not (inside and number <= most and -math.inf < number < math.inf):
-                raise ValueError(f"{name} must be {allowed}{other}, got {number!r}")
-            made[name] = bounded(number) if name == "softcap" else number
-            continue
-        is_own = framework_of(number) == framework
-        if name == "normalizer" and is_own:
-            if len(number.shape) != 0:
-                raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(number)}")
-            if dtype_name(number) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
-                raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(number)}")
-            continue
-        if is_own and (other or (arrays and not number.shape and dtype_name(number) in _REAL.get(framework, ()))):
-            continue
+    if value is None and name in ("softcap", "normalizer"):
+        return None
+    allowed, least, most = RANGES.get(name) or RANGES["logit_scale"]
+    number = number_of(framework, value)
+    other = ", or an array of floats" if arrays and name == "temperature" else ""
+    if type(number) in PLAIN[:2] or _is_other_number(number):
+        inside = least < number if name in _POSITIVE else least <= number
+        if not (inside and number <= most and -math.inf < number < math.inf):
+            raise ValueError(f"{name} must be {allowed}{other}, got {number!r}")
+        return bounded(number) if name == "softcap" else number
+    is_own = framework_of(number) == framework
+    if name == "normalizer" and is_own:
+        if len(number.shape) != 0:
+            raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(number)}")
+        if dtype_name(number) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
+            raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(number)}")
+    elif not (is_own and (other or (arrays and not number.shape and dtype_name(number) in _REAL.get(framework, ())))):
         if is_own and arrays and framework == "torch":
             raise TypeError(f"{name} must be a number or a 0-d tensor of one, got {describe(number)}")
-        if not (is_own and is_tracing(framework)):
+        if not (is_own and _is_tracing(framework)):
             raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(number)}")
-    return made
+    return number
+
+
+def number_of(framework: str | None, value: Any) -> Any:
+    """Convert a NumPy number or a 0-d NumPy array to a Python number; return anything else unchanged.
+
+    Dynamo treats both as arrays of unknown value; while it traces, they become 0-d tensors.
+    """
+    if not isinstance(value, (np.generic, np.ndarray)) or value.ndim:
+        return value
+    if not _is_tracing(framework):
+        return value.item() if value.dtype.kind in "fiu" else value
+    import torch
+
+    return torch.as_tensor(value)
+
+
+def _is_tracing(framework: str | None) -> bool:
+    """Whether a compiler is tracing this call. The values of numbers are then symbolic and must not be read."""
+    if framework != "torch":
+        return False
+    import torch
+
+    return torch.compiler.is_compiling()
 
 
 def check_int(name: str, value: Any, allowed: str = "an int,", least: int | None = None) -> int:
@@ -131,9 +170,9 @@ def check_int(name: str, value: Any, allowed: str = "an int,", least: int | None
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a real number of Python, and no boolean."""
-    return type(value) in (int, float) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+def _is_other_number(value: Any) -> bool:
+    """Return whether a value is a real number of another type, and no boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_int(value: Any) -> bool:
@@ -185,70 +224,11 @@ def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...]
             "head_weight would be ignored with reduction='none', which returns the rows of each head: leave it out, "
             "and multiply the rows by it"
         )
-    named = {f"head_weight[{head}]": one for head, one in enumerate(head_weight)}
-    return tuple(_numbers(framework, named, False).values())
+    return tuple(_number(framework, f"head_weight[{head}]", one, False) for head, one in enumerate(head_weight))
 
 
-def check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
-    """Raise TypeError for an array of another dtype."""
-    if dtype_name(array) not in allowed:
-        dtypes = f"must have one of the dtypes {', '.join(allowed)};"
-        raise TypeError(
-            f"{name} {'must have an integer dtype,' if 'int64' in allowed else dtypes} got {describe(array)}"
-        )
-
-
-def check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:
-    """Raise ValueError for an array of another shape. `message` has two places, for the right and for its shape."""
-    if tuple(array.shape) != shape:
-        raise ValueError(message.format(shape, tuple(array.shape)))
-
-
-def check_classifier(framework: str, of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
-    """Check hidden states and a classifier. `of_input` and `of_weight` are their names in error messages."""
-    of_bias = of_weight.replace("weight", "bias")
-    for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
-        if isinstance(array, QuantizedWeight):
-            _check_quantized(framework, array, name)
-        elif array is not None:
-            check_dtype(name, array)
-    if len(input.shape) < 1:
-        raise ValueError(f"{of_input} must have shape (..., D), got a 0-d array")
-    if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{of_weight} must have shape (V, D) with D = {input.shape[-1]}, the last axis of {of_input} "
-            f"{tuple(input.shape)}; got {tuple(weight.shape)}"
-        )
-    if bias is not None:
-        check_shape(bias, (weight.shape[0],), f"{of_bias} must have shape {{}}, the rows of {of_weight}; got {{}}")
-
-
-def _check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
-    """Raise TypeError or ValueError for an invalid quantized classifier."""
-    if framework != "mlx":
-        raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
-    if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
-        raise TypeError(
-            f"{name}.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
-            f"{describe(weight.packed)}"
-        )
-    for number in ("group_size", "bits"):
-        check_int(f"{name}.{number}", getattr(weight, number), "an int > 0,", 1)
-    vocabulary, width = weight.shape
-    groups = (vocabulary, width // weight.group_size)
-    for kind in ("scales", "biases"):
-        part = getattr(weight, kind)
-        if part is not None and tuple(part.shape) != groups:
-            raise ValueError(
-                f"{name}.{kind} must have shape {groups}, one for each {weight.group_size} elements of a row of "
-                f"({vocabulary}, {width}); got {tuple(part.shape)}"
-            )
-
-
-def shards_of(framework: str, given: Any) -> Shards | None:
-    """Return the validated description of shards, or None if the vocabulary is not in shards."""
-    if given is None:
-        return None
+def shards_of(framework: str, given: Any) -> Shards:
+    """Return the validated description of shards."""
     if framework != "torch":
         raise TypeError(
             "vocab_parallel needs PyTorch tensors, which torch.distributed moves between processes, and got "
@@ -267,3 +247,82 @@ def shards_of(framework: str, given: Any) -> Shards | None:
         found[name] = value
     check_options(framework, {_FLAGS[-1]: shards.sequence_parallel})
     return Shards(shards.group, **found, axis=-2 if shards.sequence_parallel else None)
+
+
+def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> None:
+    """Raise IndexError for the first invalid target. Rows do not use the first `shift` ones of the last axis."""
+    place = _first(((ids < 0) | (ids >= vocabulary)) & (ids != ignore_index), shift)
+    if place is not None:
+        raise IndexError(
+            f"target{place or ''} is {ids[tuple(place)]}; classes are 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def check_temperature(temperature: Any, shift: int) -> None:
+    """Raise ValueError for the first temperature that a row uses and that is not > 0."""
+    place = _first(~(temperature > 0), shift if temperature.ndim else 0)
+    if place is not None:
+        found = temperature[tuple(place)]
+        raise ValueError(f"temperature must be > 0 in every row, got {found} at {place or 'its row'}")
+
+
+def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
+    """Raise ValueError if offsets do not increase from 0 to the number of ids, IndexError for the first invalid id."""
+    sizes = end - begin
+    first, last = (begin[0], end[-1]) if len(begin) else (0, 0)
+    if first != 0 or (sizes < 0).any() or last != len(classes):
+        raise ValueError(
+            f"support.offsets must be non-decreasing from 0 to {len(classes)}, the number of ids; got {first} to {last}"
+            + (" and a decrease between" if (sizes < 0).any() else "")
+        )
+    place = _first((classes < 0) | (classes >= vocabulary), 0)
+    if place is not None:
+        raise IndexError(f"support.ids{place} is {classes[place[0]]}; classes are 0 to {vocabulary - 1}")
+    found, times = np.unique(np.repeat(np.arange(len(sizes)), sizes) * vocabulary + classes, return_counts=True)
+    if (times > 1).any():
+        row, again = divmod(int(found[times > 1][0]), vocabulary)
+        raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
+
+
+def check_subset(ids: Any, source: Source) -> None:
+    """Raise IndexError or ValueError for ids that are no classes of the teacher or repeat."""
+    size = vocabulary_of(source)
+    outside = np.flatnonzero((ids < 0) | (ids >= size))
+    if outside.size:
+        place = outside[0]
+        raise IndexError(f"teacher.ids[{place}] is {ids[place]}; the teacher's classes are 0 to {size - 1}")
+    ordered = np.sort(ids)
+    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if again.size:
+        raise ValueError(f"teacher.ids of a xent.Subset must hold a class at most once, got {ordered[again[0]]} again")
+
+
+def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, vocabulary: int) -> None:
+    """Raise for the first invalid row of a top-k teacher that is `used` (...); `dtype` is that of `log_probs`."""
+    known = log_probs != -np.inf
+    outside = known & ((ids < 0) | (ids >= vocabulary))
+    # Padding entries get distinct negative numbers.
+    ordered = np.sort(np.where(known, ids, -1 - np.arange(ids.shape[-1])), -1)
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    mass = np.exp(log_probs).sum(-1)
+    heavy, empty = ~(mass <= 1 + mass_tolerance(dtype)), (mass == 0) & (tail == "renormalize")
+    place = _first((outside.any(-1) | repeated | heavy | empty) & np.asarray(used, bool), 0)
+    if place is None:
+        return
+    row, name = tuple(place), f"of row {place}"
+    if outside[row].any():
+        found = ids[row][outside[row]][0]
+        raise IndexError(f"teacher.ids {name} holds {found}; classes are 0 to {vocabulary - 1}")
+    if repeated[row]:
+        raise ValueError(f"teacher.ids {name} holds a class more than once")
+    if heavy[row]:
+        raise ValueError(f"teacher.log_probs {name} have a mass of {mass[row]:.6g}, more than 1 by more than rounding")
+    raise ValueError(f"teacher.log_probs {name} have no mass that could be renormalised")
+
+
+def _first(wrong: Any, shift: int) -> list[int] | None:
+    """Return the position of the first True, without the first `shift` entries of the last axis."""
+    if shift:
+        wrong[..., :shift] = False
+    return [int(index) for index in np.argwhere(wrong)[0]] if wrong.any() else None

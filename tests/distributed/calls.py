@@ -10,7 +10,7 @@ import torch.distributed as dist
 import xent
 from tests.distributed.cuts import Cut
 from tests.distributed.pool import device, group
-from xent.backends import TABLE
+from tests.targets import backend_of
 from xent.command.check.case import LOSSES, Case, make_inputs, placed
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
 
@@ -60,7 +60,7 @@ def in_one_piece(case: Case, way: Way) -> dict[str, Any]:
 
 
 def _results(case: Case, way: Way, rank: int | None) -> dict[str, Any]:
-    harness = TABLE["torch"]().harness(str(device()))
+    harness = backend_of("torch").harness(str(device()))
     wide = "float64" if case.dtype == "float64" else "float32"
     inputs = make_inputs(case, way.seed)
 

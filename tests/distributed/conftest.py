@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import asked_for
-from xent.backends import TABLE
+from tests.targets import backend_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore this folder in runs for other frameworks, and if PyTorch has no torch.distributed."""
-    if not any(TABLE[name]().framework == "torch" for name in asked_for()):
+    if not any(backend_of(name).framework == "torch" for name in asked_for()):
         return True
     import torch.distributed as dist
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.distributed.calls import AXES, Way, in_one_piece, in_shards
 from tests.distributed.pool import Pool
-from xent.backends import TABLE
+from tests.targets import backend_of
 from xent.command.check.case import Case
 from xent.command.check.judge import Comparison, compare, results_of_case, worst_of
 
@@ -45,7 +45,7 @@ def drawn(
 ) -> tuple[dict[str, Any], list[Comparison]]:
     """Return the results for one draw of the inputs, and their comparisons with the reference."""
     found = joined(pool, case, way, run, *more)
-    backend = TABLE["torch"]()
+    backend = backend_of("torch")
     truth, _, plain, sizes = results_of_case(backend, backend.harness(), case, way.seed)
     names = sorted(found.keys() & truth.keys())
     assert set(names) >= set(case.results)

@@ -17,8 +17,7 @@ from tests.distributed.pool import PROCESSES, Pool, device
 
 CLASSES, WIDTH = 11, 8
 
-if PROCESSES < 4:
-    pytest.skip("a mesh of two dimensions takes four processes", allow_module_level=True)
+pytestmark = pytest.mark.skipif(PROCESSES < 4, reason="a mesh of two dimensions takes four processes")
 
 
 def run(name: str) -> None:

@@ -12,6 +12,8 @@ import xent
 from tests.distributed.pool import PROCESSES, Pool, device, group
 from tests.distributed.test_dtensors import close, flat, put, square
 
+pytestmark = pytest.mark.skipif(PROCESSES < 4, reason="the mesh has two dimensions")
+
 CLASSES, WIDTH, HEADS = 11, 6, (1, 3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"head_weight": (1.0, 0.3)},

@@ -79,7 +79,7 @@ def test_temperature_of_tensors_that_is_not_positive(
     values[[1, 2, 5]] = wrong
     with pytest.raises(ValueError, match="temperature must be > 0 in every row"):
         call(function, given, temperature=place(values))
-    monkeypatch.setattr("xent.backends.torch.portable.facts.looks_at_targets", lambda device: False)
+    monkeypatch.setattr("xent.backends.torch.portable.rows.looks_at_targets", lambda device: False)
     monkeypatch.setattr("xent.backends.torch.prepare.check_rows", lambda *_: None)
     leaves = [one.detach().requires_grad_() for one in given]
     found, entropy = call(function, leaves, temperature=place(values), entropy=True)

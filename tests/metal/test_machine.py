@@ -41,7 +41,7 @@ def test_without_metal_auto_selects_mlx() -> None:
 
 def test_with_metal_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert MetalBackend().missing() is None
+    assert MetalBackend().missing is None
 
 
 def test_reason_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_reason_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_selects_metal(target: Target) -> None:
-    names = [name for name, load in TABLE.items() if load().framework == "mlx"]
+    names = [name for name, takes in TABLE if takes == "mlx"]
     assert names[0] == target.name
 
 

@@ -29,7 +29,6 @@ from tests.test_stats import (  # noqa: F401
     test_statistics_equal_the_reference,
 )
 from tests.torch.test_layouts import test_expanded_logits, test_logits  # noqa: F401
-from xent.backends import ALSO
 from xent.backends.metal import torch_machine
 from xent.backends.proof import Proof
 from xent.command.check.case import Case
@@ -38,7 +37,7 @@ from xent.command.check.run import check_all, chunk_cases, planned
 METAL = {"backend": "metal"}
 DEVICE = torch_machine.DEVICES[0]
 VERSIONS = f"torch {torch.__version__}"
-TARGETS = [Target("metal", DEVICE, also=True)]
+TARGETS = [Target("metal", DEVICE, "torch")]
 
 
 def matrix() -> list[Case]:
@@ -94,7 +93,7 @@ def outcome(logits: Tensor, target: Tensor, upstream: Tensor | None = None, **op
 
 
 def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("portable.facts", "prepare"):
+    for module in ("portable.rows", "prepare"):
         monkeypatch.setattr(f"xent.backends.torch.{module}.looks_at_targets", lambda device: False)
     logits, target = draw()
     target[3], target[4] = 10**9, -7
@@ -116,7 +115,7 @@ def one_case(_: object, function: str, dtype: str, full: bool) -> Sequence[Case]
 
 def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    backend = ALSO["metal"]()
+    backend = TARGETS[0].backend
     run = backend.run
     monkeypatch.setattr(backend, "run", lambda call: [ran.append("metal"), run(call)][1])
     logits, target = draw()

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import asked_for
-from xent.backends import TABLE
+from tests.targets import backend_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore this folder in runs for other frameworks."""
-    wanted = any(TABLE[name]().framework == "mlx" for name in asked_for())
+    wanted = any(backend_of(name).framework == "mlx" for name in asked_for())
     return None if wanted else True

@@ -1,7 +1,7 @@
 """There are no import cycles, including imports inside functions and under TYPE_CHECKING.
 
 A folder counts as one unit, except `core`, whose files count separately: backends import its description of a call, and
-its dispatch imports backends.
+its public functions import backends.
 """
 
 import ast

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import asked_for
-from tests.targets import Target
-from xent.backends import TABLE
+from tests.targets import Target, backend_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore this folder in runs for other frameworks."""
-    wanted = any(TABLE[name]().framework == "torch" for name in asked_for())
+    wanted = any(backend_of(name).framework == "torch" for name in asked_for())
     return None if wanted else True
 
 

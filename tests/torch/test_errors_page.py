@@ -63,22 +63,19 @@ def traced() -> Any:
 class Unready:
     """A backend that is native to CPUs and cannot run."""
 
-    name, framework, native_to = "unready", "torch", ("cpu",)
-
-    def missing(self) -> str:
-        return "the moon is full"
+    name, framework, native_to, missing = "unready", "torch", ("cpu",), "the moon is full"
 
 
 def passed_over() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "TABLE", {"unready": Unready} | TABLE)
+        patch.setattr(dispatch, "TABLE", {("unready", "torch"): Unready} | TABLE)
         patch.setattr(dispatch, "_warned", set())
         return loss()
 
 
 def unserved() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "TABLE", {"unready": Unready})
+        patch.setattr(dispatch, "TABLE", {("unready", "torch"): Unready})
         return loss()
 
 

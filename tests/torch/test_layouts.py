@@ -11,6 +11,7 @@ from torch import Tensor
 import xent
 from tests.covering import crossed
 from tests.targets import Target
+from xent.backends.torch.memory import block_rows
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -182,3 +183,9 @@ def test_sliding_windows_are_refused_in_place(target: Target) -> None:
     view = torch.randn(40, device=target.device).unfold(0, 3, 1).detach().requires_grad_()
     with pytest.raises(ValueError, match="inplace=True needs logits whose elements do not share memory"):
         xent.cross_entropy(view, torch.zeros(38, dtype=torch.int64, device=target.device), inplace=True)
+
+
+def test_block_is_at_least_a_row() -> None:
+    some = torch.zeros(2, 1000)
+    assert block_rows(some, torch.float32) > 100
+    assert block_rows(some, torch.float32, 10**9) == 1

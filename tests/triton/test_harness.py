@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from xent.backends import TABLE
+from tests.targets import backend_of
 
 
 def harness_of(device: str) -> Any:
-    return TABLE["triton"]().harness(device)
+    return backend_of("triton").harness(device)
 
 
 def test_every_kernel_is_listed() -> None:

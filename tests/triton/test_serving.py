@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 import xent
-from tests.targets import Target
-from xent.backends import TABLE
+from tests.targets import Target, backend_of
 from xent.backends.triton import machine
 
 dispatch = sys.modules[xent.backends.__module__]
 """The module that selects a backend."""
 
-BACKEND = TABLE["triton"]()
+BACKEND = backend_of("triton")
 FLOAT64 = "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
 
 

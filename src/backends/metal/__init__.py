@@ -6,7 +6,7 @@ over a row) and `maths.metal` (also: which thread reads which 16 bytes). `source
 template arguments and the number of threads per row. There are two launchers:
 
 - For MLX `rows` tries each kernel before it is used in a graph, and launches it.
-- For PyTorch `torch_steps` launches it. `torch_machine` finds out whether PyTorch can use Metal here.
+- For PyTorch `torch_steps` launches it. `torch_machine` has the backend, and whether PyTorch can use Metal here.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
@@ -31,16 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from xent.backends.harness import Harness
 from xent.backends.mlx import MlxBackend
-from xent.backends.torch import TorchBackend
-from xent.core.arrays import dtype_name
-from xent.core.call import Call, array_of
-from xent.core.spec import BackendInfo
+from xent.core.call import Call, array_of, dtype_name
 
 if TYPE_CHECKING:
     import mlx.core as mx
-    from torch import Tensor
 
-__all__ = ["BACKEND", "TORCH_BACKEND", "MetalBackend", "MetalTorchBackend"]
+__all__ = ["BACKEND", "MetalBackend"]
 
 
 class MetalBackend(MlxBackend):
@@ -48,9 +44,10 @@ class MetalBackend(MlxBackend):
 
     name = "metal"
 
+    @property
     def missing(self) -> str | None:
-        """Return why Metal cannot be used, or None."""
-        if (reason := super().missing()) is not None:
+        """Why Metal cannot be used, or None."""
+        if (reason := super().missing) is not None:
             return reason
         import mlx.core as mx
 
@@ -88,60 +85,4 @@ class MetalBackend(MlxBackend):
         return made
 
 
-class MetalTorchBackend(TorchBackend):
-    """Backend "metal": tensors on device "mps"."""
-
-    name = "metal"
-    native_to: tuple[str, ...] = ()
-
-    def missing(self) -> str | None:
-        """Return why Metal cannot be used, as found at the first call, or None."""
-        from xent.backends.metal.torch_machine import MISSING
-
-        return MISSING
-
-    def info(self) -> BackendInfo:
-        """Report the version of PyTorch, and the device."""
-        from xent.backends.metal.torch_machine import DEVICES, MISSING, VERSIONS
-
-        doubt = self.unproven() if MISSING is None else None
-        notes = () if doubt is None else (f'"auto" does not take it: {doubt}',)
-        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
-
-    def unproven(self) -> str | None:
-        """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
-        from xent.backends.metal.torch_machine import PROOF
-
-        return None if PROOF.passed else "its kernels are not proved here: run python -m xent check metal --full"
-
-    def refuse(self, call: Call) -> str | None:
-        """Refuse shards, other devices, and float64, which Metal does not have."""
-        from xent.backends.metal.torch_machine import DEVICES
-
-        if call.shards is not None:
-            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
-        array = array_of(call)
-        device = array.device.type
-        if device not in (*DEVICES, "meta"):
-            return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
-        if dtype_name(array) == "float64":
-            return "Metal has no float64, which backend 'torch' serves on the CPU"
-        return None
-
-    def register(self) -> None:
-        """Register the kernels with the loop. PyTorch's own operations compute divergences."""
-        from xent.backends.metal import torch_steps  # noqa: F401
-
-    def harness(self, device: str | None = None) -> "Harness[Tensor]":
-        """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal import sources, torch_machine
-        from xent.backends.torch.harness import TorchHarness
-
-        made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]))
-        made.passed = torch_machine.PROOF.remember
-        harness: Harness[Tensor] = made
-        return harness
-
-
 BACKEND = MetalBackend()
-TORCH_BACKEND = MetalTorchBackend()

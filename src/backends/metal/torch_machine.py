@@ -1,11 +1,19 @@
-"""Whether PyTorch can use Metal on this machine, found once, at the first call that could use it."""
+"""Backend "metal" for tensors of PyTorch, and whether PyTorch can use Metal here, found when this is imported."""
 
 import os
 import platform
+from typing import TYPE_CHECKING
 
+from xent.backends.harness import Harness
 from xent.backends.proof import Proof
+from xent.backends.torch import TorchBackend
+from xent.core.call import Call, array_of, dtype_name
+from xent.core.spec import BackendInfo, Stats
 
-__all__ = ["DEVICES", "MISSING", "PROOF", "VERSIONS", "find"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BACKEND", "DEVICES", "MISSING", "PROOF", "VERSIONS", "MetalTorchBackend", "find"]
 
 
 def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
@@ -30,3 +38,53 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
 MISSING, VERSIONS, DEVICES = find()
 PROOF = Proof("metal", f"torch {VERSIONS.get('torch')}")
 """For PyTorch's tensors "auto" uses the kernels only where they are proved."""
+
+
+class MetalTorchBackend(TorchBackend):
+    """Backend "metal": tensors on device "mps"."""
+
+    name = "metal"
+    native_to: tuple[str, ...] = ()
+    missing = MISSING
+
+    def info(self) -> BackendInfo:
+        """Report the version of PyTorch, and the device."""
+        is_there = self.missing is None
+        doubt = self.unproven() if is_there else None
+        notes = () if doubt is None else (f'"auto" does not take it: {doubt}',)
+        return BackendInfo(self.name, self.framework, is_there, self.missing, VERSIONS, DEVICES, notes)
+
+    def unproven(self) -> str | None:
+        """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
+        return None if PROOF.passed else "its kernels are not proved here: run python -m xent check metal --full"
+
+    def refuse(self, call: Call) -> str | None:
+        """Refuse shards, other devices, and float64, which Metal does not have."""
+        if call.shards is not None:
+            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        array = array_of(call)
+        device = array.device.type
+        if device not in (*DEVICES, "meta"):
+            return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
+        if dtype_name(array) == "float64":
+            return "Metal has no float64, which backend 'torch' serves on the CPU"
+        return None
+
+    def run(self, call: Call) -> "tuple[Tensor, Stats]":
+        """Run the call with the kernels. PyTorch's own operations compute divergences."""
+        from xent.backends.metal import torch_steps  # noqa: F401
+
+        return super().run(call)
+
+    def harness(self, device: str | None = None) -> "Harness[Tensor]":
+        """Return the harness of the gradient checks, without float64."""
+        from xent.backends.metal import sources
+        from xent.backends.torch.harness import TorchHarness
+
+        made = sources.checked_by(TorchHarness(device or DEVICES[0]))
+        made.passed = PROOF.remember
+        harness: Harness[Tensor] = made
+        return harness
+
+
+BACKEND = MetalTorchBackend()

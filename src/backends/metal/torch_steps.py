@@ -12,10 +12,8 @@ from torch import Tensor
 
 from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, library
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, smooths
-from xent.backends.torch.portable import PortableSteps
-from xent.backends.torch.portable.facts import Index, at, index_of
-from xent.backends.torch.portable.finish import record
-from xent.backends.torch.portable.rows import probabilities
+from xent.backends.torch.portable.rows import Index, at, index_of, probabilities
+from xent.backends.torch.portable.steps import PortableSteps
 from xent.core.call import Classes, Probabilities
 from xent.core.spec import ROW_STATS
 
@@ -30,15 +28,15 @@ class MetalSteps(PortableSteps):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        facts, options, names = self._facts, setting.call.options, self._facts.names
+        options, names = setting.call.options, self.names
         self._places = {"peak": 0, "log_sum": 1} | ({"entropy": names.index("mixed")} if "mixed" in names else {})
         self._asked = {
             name: torch.int64 if name == "predictions" else torch.float32
             for name in ROW_STATS[1:]  # the lse follows from the norm
             if name in options.stats or (name == "predictions" and "accuracy" in options.stats)
         }
-        weight = None if facts.class_weight is None else facts.class_weight.contiguous()
-        (scale, cap, heat), ones = facts.activation, torch.ones(setting.count, device=setting.device)
+        weight = None if self.class_weight is None else self.class_weight.contiguous()
+        (scale, cap, heat), ones = self.activation, torch.ones(setting.count, device=setting.device)
         numbers = torch.zeros(8, device=setting.device)  # see `xent.backends.mlx.kernels.Facts.numbers`
         smoothing, total = options.label_smoothing, setting.vocabulary if weight is None else weight.sum()
         values = (smoothing, options.z_loss, cap, scale, smoothing / setting.vocabulary, total)
@@ -46,16 +44,16 @@ class MetalSteps(PortableSteps):
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value or 0.0)
         self._whole = {"numbers": numbers, "class_weight": weight}
         self._rows_of: dict[str, Tensor | None] = {
-            "target": facts.target,
+            "target": self.target,
             "row_activation": None if heat is None else torch.stack([numbers[3], numbers[2]]) / heat[:, None],
-            "weight": facts.weight,
-            "scale": facts.scale,
-            "dead": ones == 0 if facts.dead is None else facts.dead.contiguous(),
+            "weight": self.weight,
+            "scale": self.scale,
+            "dead": ones == 0 if self.dead is None else self.dead.contiguous(),
         }
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Compute rows with one launch of the kernel."""
-        logits, stats, count = block.logits, self._setting.call.options.stats, len(block.logits)
+        logits, stats, count = block.logits, self.setting.call.options.stats, len(block.logits)
         index = index_of(part, block.start, block.start + count)
         found = {name: logits.new_empty(count, dtype=dtype) for name, dtype in self._asked.items()}
         found["loss"] = logits.new_empty(count, dtype=torch.float32)
@@ -67,16 +65,16 @@ class MetalSteps(PortableSteps):
             peak, log_sum = norm.unbind(1)
             lse = found["lse"] = torch.where(peak == -torch.inf, peak, peak + log_sum)
             if "z_loss" in stats:
-                weight, factor = at(self._facts.weight, index), self._setting.call.options.z_loss
+                weight, factor = at(self.weight, index), self.setting.call.options.z_loss
                 term = factor * lse.square() if smooths(factor) else torch.zeros_like(lse)
                 found["z_loss"] = term * weight
             if saved is not None:
                 kept = {"peak": peak, "log_sum": log_sum} | found
                 for name, place in self._places.items():
                     saved[place, index] = kept[name]
-        if "accuracy" in stats and isinstance(self._setting.call.target, Probabilities):
-            found["truth"] = probabilities(self._facts, index).argmax(-1)
-        record(self._facts, found, index)
+        if "accuracy" in stats and isinstance(self.setting.call.target, Probabilities):
+            found["truth"] = probabilities(self.rows(index)).argmax(-1)
+        self.record(found, index)
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Return the saved values by name, (R,) each: this is called in backward passes only."""
@@ -84,7 +82,7 @@ class MetalSteps(PortableSteps):
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of whole rows with one launch of the kernel."""
-        rows, upstream = slice(block.start, block.start + len(block.logits)), self._facts.upstream
+        rows, upstream = slice(block.start, block.start + len(block.logits)), self.upstream
         if not len(block.logits) or block.grad is None:
             return
         index = index_of(part, rows.start, rows.stop)
@@ -105,10 +103,10 @@ class MetalSteps(PortableSteps):
         upstream: Tensor | None = None,
     ) -> None:
         """Fill the results (R, ...) and the gradient of a block; KernelError if the kernel cannot run."""
-        facts, options, logits, grad = self._facts, self._setting.call.options, block.logits, block.grad
+        options, logits, grad = self.setting.call.options, block.logits, block.grad
         (count, vocabulary), values = logits.shape, None
-        if isinstance(self._setting.call.target, Probabilities):
-            values = probabilities(self._facts, index)
+        if isinstance(self.setting.call.target, Probabilities):
+            values = probabilities(self.rows(index))
             values = (values if values.dtype in _TYPES else values.float()).contiguous()
         if grad is not None:
             results = results | {"grad": grad if grad.dtype == logits.dtype else torch.empty_like(logits)}
@@ -122,7 +120,7 @@ class MetalSteps(PortableSteps):
             T=_TYPES[logits.dtype],
             Probability="float" if values is None else _TYPES[values.dtype],
             SMOOTHED=smooths(options.label_smoothing),
-            CAPPED=facts.activation.softcap is not None,
+            CAPPED=self.activation.softcap is not None,
             SKIPS_DEAD=not self._asked and "lse" not in options.stats,
         )
         # Placeholders for missing tensors are not accessed.

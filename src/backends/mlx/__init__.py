@@ -13,8 +13,7 @@ options. `block` computes the gradient from the coefficients. `divergence` is th
 from typing import TYPE_CHECKING, Any
 
 from xent.backends.harness import Harness
-from xent.core.arrays import dtype_name
-from xent.core.call import Call, array_of
+from xent.core.call import Call, array_of, dtype_name
 from xent.core.spec import BackendInfo, Stats
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ class MlxBackend:
     framework = "mlx"
     native_to: tuple[str, ...] = ()
 
+    @property
     def missing(self) -> str | None:
         """Import MLX. If the caller passes an MLX array, it is imported already."""
         try:
@@ -40,7 +40,7 @@ class MlxBackend:
 
     def info(self) -> BackendInfo:
         """Report MLX's version and devices."""
-        reason = self.missing()
+        reason = self.missing
         if reason is not None:
             return BackendInfo(self.name, self.framework, False, reason, {}, ())
         from xent.backends.mlx.devices import version

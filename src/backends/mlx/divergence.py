@@ -9,8 +9,7 @@ import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, exact_exp
 from xent.backends.mlx.kernels import Facts, Results, activate
-from xent.core.arrays import dtype_name
-from xent.core.call import Dense, Given, Options, TopK, array_of
+from xent.core.call import Dense, Given, Options, TopK, array_of, dtype_name
 from xent.core.spec import mass_tolerance
 
 __all__ = ["backward", "forward"]

@@ -17,7 +17,6 @@ import numpy as np
 
 from xent.backends.mlx.devices import accumulation_dtype, class_sum, scalar
 from xent.backends.mlx.kernels import Facts
-from xent.core.arrays import dtype_name
 from xent.core.call import (
     Allowed,
     Call,
@@ -28,11 +27,12 @@ from xent.core.call import (
     Source,
     TopK,
     array_of,
+    dtype_name,
     gathered,
     vocabulary_of,
 )
 from xent.core.spec import LARGEST, mass_tolerance
-from xent.core.values import check_subset, check_support, check_targets, check_temperature, check_top_k
+from xent.core.validate import check_subset, check_support, check_targets, check_temperature, check_top_k
 
 __all__ = ["aligned", "gather_facts"]
 

@@ -14,7 +14,6 @@ from xent.backends.mlx.block import Block, FusedBlock, fuses, needs_memory
 from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.kernels import Facts, Results, coefficients, finish, joined
 from xent.core.call import Allowed
-from xent.core.chunks import rows_per_block
 
 __all__ = ["backward", "forward", "target_gradient"]
 
@@ -82,7 +81,7 @@ def _each(
     if facts.sets is not None:
         return _each_set(logits, facts, facts.sets, compute)
     (count, vocabulary), whole, tie = logits.shape, None, list[mx.array]()
-    step, fused = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1), fuses(logits, facts)
+    step, fused = _step(vocabulary, facts), fuses(logits, facts)
     as_they_are = facts.target is not None and not needs_memory(facts) and (fused or logits.dtype == facts.weight.dtype)
     if as_they_are and (fused or (facts.whole_call and grad_only)):
         step = count
@@ -102,6 +101,11 @@ def _each(
     return whole
 
 
+def _step(width: int, facts: Facts) -> int:
+    """Return the rows of a block with `width` elements a row, which should stay in the caches."""
+    return max((2**21 if device_type() == "cpu" else 2**28) // (width * facts.weight.dtype.size), 1)
+
+
 def _each_set(logits: mx.array, facts: Facts, sets: mx.array, compute: _Compute) -> mx.array | None:
     """Call `compute` for blocks of rows with supports, of which only the logits in the support are read.
 
@@ -115,7 +119,7 @@ def _each_set(logits: mx.array, facts: Facts, sets: mx.array, compute: _Compute)
     order, start, columns = mx.argsort(sets[:, 0] - sets[:, 1]), 0, mx.arange(vocabulary + 1, dtype=mx.int32)
     while start < count:
         width = min(len(classes) // (start + 1), vocabulary)
-        step = rows_per_block(width + 1, facts.weight.dtype.size, device_type(), 1)
+        step = _step(width + 1, facts)
         rows = order[start : min(start + step, 2 * start + 1, count)]
         start += len(rows)
         some = mx.depends(rows, tie) if tie else rows

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKEND", "TorchBackend"]
 
+_MISSING = None
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    _MISSING = f"PyTorch cannot be imported: {error}"
+
 
 class TorchBackend:
     """Backend "torch": every device PyTorch knows, with steps made of PyTorch's own operations."""
@@ -24,20 +30,12 @@ class TorchBackend:
     name = "torch"
     framework = "torch"
     native_to: tuple[str, ...] = ("cpu",)
-
-    def missing(self) -> str | None:
-        """Import PyTorch. If the caller passes a tensor, it is imported already."""
-        try:
-            import torch  # noqa: F401
-        except ImportError as error:
-            return f"PyTorch cannot be imported: {error}"
-        return None
+    missing: str | None = _MISSING
 
     def info(self) -> BackendInfo:
         """Report PyTorch's version and devices."""
-        reason = self.missing()
-        if reason is not None:
-            return BackendInfo(self.name, self.framework, False, reason, {}, ())
+        if self.missing is not None:
+            return BackendInfo(self.name, self.framework, False, self.missing, {}, ())
         from xent.backends.torch.devices import devices, version
 
         return BackendInfo(self.name, self.framework, True, None, {"torch": version()}, devices())
@@ -46,15 +44,11 @@ class TorchBackend:
         """Refuse nothing: this backend supports every option and every device."""
         return None
 
-    def register(self) -> None:
-        """Register the steps of this backend with the loop."""
+    def run(self, call: Call) -> "tuple[Tensor, Stats]":
+        """Run the call in the PyTorch driver, with the steps of this backend, which their module registers."""
+        from xent.backends.torch import entry
         from xent.backends.torch.portable import steps  # noqa: F401
 
-    def run(self, call: Call) -> "tuple[Tensor, Stats]":
-        """Run the call in the PyTorch driver, with the steps of this backend."""
-        from xent.backends.torch import entry
-
-        self.register()
         return entry.run(call, self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Part, Schedule, Setting, Steps, Upstream, columns, wide
 from xent.backends.torch.memory import Rows, block_rows
-from xent.backends.torch.portable.facts import Facts, activate
+from xent.backends.torch.portable.rows import Facts, activate, masked
 from xent.backends.torch.sources import Computed, Loaded, Logits, Stored
-from xent.core.call import Activation, Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
+from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Asked", "asked_of", "backward", "forward", "leaves_of", "made_first", "setting_of"]
@@ -224,28 +224,25 @@ def _scale_gradient(setting: Setting, gradients: list[Tensor | None]) -> Tensor:
 
 def _probability_gradient(setting: Setting) -> Tensor:
     """Return the gradient of the target, contiguous, in the target's dtype."""
-    (_, target, (scale, cap, temperature), options, _), facts = setting.call, Facts(setting)
+    target, options, facts = setting.call.target, setting.call.options, Facts(setting)
     assert isinstance(target, Probabilities)
-    given, order = target
+    given = target.values
     grad = torch.zeros(given.shape, dtype=given.dtype, device=given.device)
-    flat, nll = grad.view(-1, given.shape[-1]), facts.upstream.nll
-    factor = torch.zeros(setting.count, dtype=wide(setting.compute), device=setting.device) + facts.scale
-    if facts.dead is not None:
-        factor = factor.masked_fill(facts.dead, 0)
-    class_weight = 1.0 if facts.class_weight is None else facts.class_weight
+    flat, class_weight = grad.view(-1, given.shape[-1]), 1.0 if facts.class_weight is None else facts.class_weight
     for start, z in _logits(setting):
-        rows = slice(start, start + len(z))
-        scales = factor[rows, None] * (1 - options.label_smoothing) * class_weight
-        if nll is not None:
-            scales = scales + nll[rows, None]
-        if facts.ignored is not None:
-            scales = scales.masked_fill(facts.ignored[rows, None], 0)
-        activate(z, Activation(scale, cap, None if temperature is None else temperature[rows, None]))
+        some = facts.rows(slice(start, start + len(z)))
+        factor = masked(some.scale, some.dead, 0)
+        scales = factor[:, None] * (1 - options.label_smoothing) * class_weight
+        if some.upstream.nll is not None:
+            scales = scales + some.upstream.nll[:, None]
+        if some.ignored is not None:
+            scales = scales.masked_fill(some.ignored[:, None], 0)
+        activate(z, some.activation)
         found = torch.log_softmax(z, -1).mul_(-scales).masked_fill_(scales == 0, 0).to(grad.dtype)
-        if order is None:
-            flat[rows] = found
+        if some.order is None:
+            flat[some.index] = found
         else:
-            flat.index_add_(0, order[rows].clamp(min=0), found)
+            flat.index_add_(0, some.order.clamp(min=0), found)
     return grad
 
 

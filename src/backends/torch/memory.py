@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.core.chunks import rows_per_block
-
 __all__ = [
     "Rows",
     "block_rows",
@@ -22,6 +20,8 @@ __all__ = [
     "span",
 ]
 
+# A block should stay in the caches of the cores during all passes over it.
+_BYTES_PER_THREAD, _BYTES_CPU, _BYTES_ACCELERATOR = 2**21, 2**23, 2**28
 _LARGE_PIECE = 2**14  # elements: copying less costs no more than a view's own operations
 
 
@@ -84,9 +84,10 @@ def logit_blocks(
                 places[some] = block
 
 
-def block_rows(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return the rows of a block of a tensor (..., V) that is converted to `dtype`."""
-    return rows_per_block(max(tensor.shape[-1], 1), dtype.itemsize, tensor.device.type, torch.get_num_threads())
+def block_rows(tensor: Tensor, dtype: torch.dtype, width: int = 0) -> int:
+    """Return the rows of a block of a tensor (..., V) that is converted to `dtype`, or takes `width` elements a row."""
+    budget = min(_BYTES_PER_THREAD * torch.get_num_threads(), _BYTES_CPU) if tensor.is_cpu else _BYTES_ACCELERATOR
+    return max(budget // (max(width or tensor.shape[-1], 1) * dtype.itemsize), 1)
 
 
 def gradient_like(logits: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.facts import divided, weights_of
+from xent.backends.torch.portable.rows import weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
@@ -32,8 +32,7 @@ from xent.core.call import (
     vocabulary_of,
 )
 from xent.core.spec import LARGEST, ROW_STATS, bounded
-from xent.core.validate import check_options
-from xent.core.values import check_subset
+from xent.core.validate import check_options, check_subset
 
 __all__ = ["aligned", "compute_of", "is_per_row", "prepare", "rows_of"]
 
@@ -266,7 +265,7 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
             divisor = parts.sum(1, keepdim=True)
         elif not isinstance(divisor, Tensor):
             divisor = torch.full((), divisor, dtype=acc, device=weight.device)
-        weight = divided(weight, divisor)
+        weight = torch.where(divisor == 0, 0, weight / divisor)  # a reciprocal could overflow
     if factors is not None:
         weight = torch.stack([row * factor for row, factor in zip(weight, factors, strict=True)])
     reduction = "none" if options.reduction == "none" else "sum"

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from xent.backends.torch import private
-from xent.core import values
+from xent.core import validate
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, Product, TopK, fields_of
 
 __all__ = [
@@ -110,16 +110,16 @@ def refuse(call: Call, traced: bool) -> None:
 
 def check_targets(ids: Tensor, ignore_index: int, size: int, shift: int = 0) -> None:
     """Raise IndexError for the first invalid target. Rows do not use the first `shift` ones of the last axis."""
-    values.check_targets(ids.cpu().numpy(), size, ignore_index, shift)
+    validate.check_targets(ids.cpu().numpy(), size, ignore_index, shift)
 
 
 def check_rows(call: Call, size: int, shift: int) -> None:
     """Raise errors for values whose position the steps cannot name, because they see one axis of rows."""
     target, temperature = call.target, call.activation.temperature
     if temperature is not None:
-        values.check_temperature(temperature.double().cpu().numpy(), shift)
+        validate.check_temperature(temperature.double().cpu().numpy(), shift)
     if isinstance(target, Allowed):
         classes, begin, end = (one.to(torch.int64).cpu().numpy() for one in target[1:4])
-        values.check_support(classes, begin, end, size)
+        validate.check_support(classes, begin, end, size)
     if isinstance(target, (Classes, Allowed)) and (shift or target.ids.dim() != 1):
         check_targets(target.ids, call.options.ignore_index, size, shift)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Schedule, Setting, Steps, Taken, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
-from xent.backends.torch.portable.facts import index_of
+from xent.backends.torch.portable.rows import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
@@ -227,9 +227,13 @@ class Computed(Stored):
         if grad is None:
             return
         assert taken is not None
-        grad[:, self._setting.width :] = 0  # a row of NaN hidden states has NaN there, and an overlaid one logits
+        if grad.shape[1] > self._setting.width:  # a row of NaN hidden states has NaN there, and an overlaid one logits
+            grad[:, self._setting.width :] = 0
         if of_input is not None:
-            part.put(grad @ self._classifier.padded, of_input)
+            if part.rows is None and of_input.dtype == grad.dtype:
+                torch.mm(grad, self._classifier.padded, out=of_input[part.start : part.stop])
+            else:
+                part.put(grad @ self._classifier.padded, of_input)
         if part.last:
             self._send()
         if of_weight is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Part, Setting, columns, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.facts import impossible, weights_of
+from xent.backends.torch.portable.rows import impossible, weights_of
 from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.sums import divisor_kernel
 from xent.backends.triton.launches import Columns, Numbers, Results, Rows, Upstreams, Way, launch, next_power_of_2

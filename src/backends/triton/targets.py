@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Setting
-from xent.backends.torch.memory import Rows
-from xent.backends.torch.portable.facts import tolerance
+from xent.backends.torch.memory import Rows, block_rows
+from xent.backends.torch.portable.rows import tolerance
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.inputs import Inputs, floats_of
@@ -17,7 +17,6 @@ from xent.backends.triton.kernels.divergence_kernel import FOLD, GRADIENT, REFOL
 from xent.backends.triton.launches import Numbers, cdiv, launch, next_power_of_2
 from xent.backends.triton.launches import Rows as RowGroup
 from xent.core.call import Dense, Given, TopK
-from xent.core.chunks import rows_per_block
 
 __all__ = ["ShardedSteps", "whole_rows"]
 
@@ -60,7 +59,7 @@ def whole_rows(steps: Any, block: Block, part: Part) -> None:
 def _copied(block: Block) -> Iterator[Placed]:
     """Yield copies of logits."""
     logits, rows = block.logits, Rows(block.logits)
-    step = rows_per_block(logits.shape[-1], logits.itemsize, logits.device.type, 1)
+    step = block_rows(logits, logits.dtype)
     for start in range(0, rows.count, step):
         some = rows[start : min(start + step, rows.count)]
         yield from placed(Block(some.clone(), block.start + start))

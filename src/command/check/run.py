@@ -15,12 +15,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from xent.backends import ALSO, TABLE
+from xent.backends import TABLE, backends
 from xent.backends.harness import Harness
 from xent.backends.protocol import Backend
 from xent.command.check.case import LOSSES, Case
 from xent.command.check.judge import Comparison, judge_case
-from xent.core.dispatch import backends
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
@@ -135,9 +134,8 @@ def _shown(lines: Iterator[Line], count: int) -> Iterable[Line]:
 def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
     """Return the checks of the named backends, or without names of all available ones except the reference."""
     found = []
-    for name, load in (*TABLE.items(), *ALSO.items()):
-        backend = load()
-        if name == "numpy" or (names and name not in names) or not backend.info().available:
+    for (name, _), load in TABLE.items():
+        if name == "numpy" or (names and name not in names) or not (backend := load()).info().available:
             continue
         for device in backend.info().devices:
             harness = backend.harness(device)
@@ -189,7 +187,8 @@ def _results(work: Work) -> Iterator[_Result]:
         if not places:
             return
         pipe, theirs = context.Pipe(duplex=False)
-        given = theirs, work.backend.name, work.device, [cases[place] for place in places]
+        key = work.backend.name, work.backend.framework
+        given = theirs, key, work.device, [cases[place] for place in places]
         process = context.Process(target=_serve, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -226,10 +225,10 @@ def _ended(work: Work, case: Case, code: int) -> str:
     return f"{case}: the process ended with {how}; to run it alone: {command}"
 
 
-def _serve(pipe: Any, name: str, device: str, cases: Sequence[Case]) -> None:
+def _serve(pipe: Any, key: tuple[str, str], device: str, cases: Sequence[Case]) -> None:
     """Judge cases in a worker process, and send each result."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, which the terminal sends to all processes, is silent here
-    backend = (TABLE | ALSO)[name]()
+    backend = TABLE[key]()
     harness = backend.harness(device)
     for case in cases:
         pipe.send(_judged(backend, harness, case))

@@ -16,11 +16,11 @@ def install(folder: Path) -> Emulator:
 
     The emulator computes eagerly, without a graph, so `mx.compile` cannot trace it.
     """
-    from xent.backends.metal import BACKEND, torch_machine
+    from xent.backends.metal import BACKEND, MetalBackend, torch_machine
 
     emulator = Emulator(folder)
     mx.fast.metal_kernel = emulator.metal_kernel
     torch.mps.compile_shader = lambda source: ShaderLibrary(emulator, source)
-    BACKEND.missing, BACKEND.devices = lambda: None, lambda: ("cpu",)
-    torch_machine.MISSING, torch_machine.DEVICES = None, ("cpu",)
+    BACKEND.__class__ = type("Emulated", (MetalBackend,), {"missing": None, "devices": lambda backend: ("cpu",)})
+    torch_machine.MetalTorchBackend.missing, torch_machine.DEVICES = None, ("cpu",)
     return emulator

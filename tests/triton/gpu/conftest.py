@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.targets import Target
-from xent.backends import TABLE
+from tests.targets import Target, backend_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore the folder if kernels are interpreted, and tests for two GPUs if there is one."""
-    compiled = TABLE["triton"]().info().devices == ("cuda",)
+    compiled = backend_of("triton").info().devices == ("cuda",)
     enough = collection_path.name != "test_devices.py" or torch.cuda.device_count() > 1
     return None if compiled and enough else True
 

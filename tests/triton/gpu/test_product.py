@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import xent
+from tests.targets import backend_of
 from tests.triton.gpu.test_memory import MIB, peak
-from xent.backends import TABLE
 
 
 def is_on() -> bool:
     """Whether Hopper's kernels run here."""
-    return "Hopper kernels: on" in str(TABLE["triton"]().info())
+    return "Hopper kernels: on" in str(backend_of("triton").info())
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"z_loss": 1e-3, "logit_scale": 0.7}], ids=str)

@@ -1,9 +1,5 @@
 """The steps of a row in PyTorch's own operations, for every device and dtype.
 
-`facts` gathers what is known of rows without logits, `rows` folds blocks of logits and writes their gradients, `finish`
-computes losses, statistics and coefficients from the sums, and `steps` does all this in blocks that fit into caches.
+`rows` has what is known of rows without logits, folds blocks of logits and writes their gradients; `steps` computes
+losses, statistics and coefficients from the sums, and does all this in blocks that fit into caches.
 """
-
-from xent.backends.torch.portable.steps import PortableSteps
-
-__all__ = ["PortableSteps"]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block
-from xent.backends.torch.portable.facts import Facts, Index, activate, at, tolerance
-from xent.backends.torch.portable.rows import times
+from xent.backends.torch.portable.rows import Facts, activate, times, tolerance
 from xent.core.call import Dense, Options, TopK
 
 __all__ = ["SECOND", "TeacherRows", "finish_divergence"]
@@ -36,8 +35,8 @@ class TeacherRows:
     _made: Any = None
     """The terms of the second fold, for the gradient."""
 
-    def __init__(self, facts: Facts, block: Block, index: Index) -> None:
-        self._facts, self._index, self._grad = facts, index, block.grad
+    def __init__(self, facts: Facts, block: Block) -> None:
+        self._facts, self._grad = facts, block.grad
         target, x = facts.setting.call.target, block.logits.to(facts.dtype, copy=True)
         self._slope = activate(x, facts.activation, block.grad is not None)
         self._x, self._e = {"": x}, dict[str, Tensor]()
@@ -47,9 +46,9 @@ class TeacherRows:
             self._x["teacher_"] = block.teacher.to(facts.dtype, copy=True)
             activate(self._x["teacher_"], target.activation)
             return
-        assert isinstance(target, TopK)
-        ids = at(target.ids, index).to(torch.int64) - facts.setting.first
-        self._away = (at(target.log_probs, index) == -torch.inf) | (ids < 0) | (ids >= x.shape[1])
+        assert facts.ids is not None
+        ids = facts.ids.to(torch.int64) - facts.setting.first
+        self._away = (facts.log_probs == -torch.inf) | (ids < 0) | (ids >= x.shape[1])
         self._ids = ids.masked_fill(self._away, 0)
         # Entries that are away have +inf, which does not change the class that they point to.
         least = torch.where(self._away, torch.inf, -torch.inf).to(x.dtype)
@@ -114,28 +113,26 @@ class TeacherRows:
         else:
             derivative = self._relative("others_", made["others_peak"])[1].mul_(made["others"][:, None])
             derivative.scatter_add_(1, self._ids, made["of_ids"].masked_fill(self._away, 0))
-        derivative *= (at(facts.scale, self._index) * facts.activation.logit_scale)[:, None]
+        derivative *= (facts.scale * facts.activation.logit_scale)[:, None]
         if self._slope is not None:
             derivative *= self._slope
         if facts.dead is not None:
-            derivative.masked_fill_(at(facts.dead, self._index)[:, None], 0)
+            derivative.masked_fill_(facts.dead[:, None], 0)
         grad.copy_(derivative)
 
 
-def finish_divergence(
-    facts: Facts, sums: dict[str, Tensor], index: Index, _: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def finish_divergence(facts: Facts, sums: dict[str, Tensor], _: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the results of rows with these sums, and the coefficients of the gradient."""
     target = facts.setting.call.target
     if isinstance(target, TopK):
-        sums = sums | _cells(facts.setting.call.options, target, at(target.log_probs, index), sums)
-    found = {"loss": sums["divergence"] * at(facts.weight, index)}
+        sums = sums | _cells(facts.setting.call.options, target, facts.log_probs, sums)
+    found = {"loss": sums["divergence"] * facts.weight}
     if "mixed" in sums:
         found["entropy"] = sums["rest"].log() - sums["mixed"] / sums["rest"]
     return found, sums
 
 
-def _cells(options: Options, target: TopK, log_probs: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+def _cells(options: Options, target: TopK, log_probs: Any, sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the divergence from a top-k teacher, and dl/dx of the other classes and (R, K) of the K classes.
 
     dl/dx_c is others e^(x_c - others_peak) for the other classes.

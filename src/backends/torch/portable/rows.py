@@ -1,4 +1,7 @@
-"""Fold a block of logits to the sums of its rows, and write its gradient from the coefficients of `finish`.
+"""Rows of a call: what is known of them without logits, their sums over blocks of logits, and their gradients.
+
+The activation is x = softcap * tanh(logit_scale * z / softcap) / temperature. Slopes are 1 - tanh^2; the constant
+factor logit_scale / temperature of dx/dz is part of the coefficients of a row.
 
 With a reference `peak` near the row's largest logit, a block's exponentials e^(x_c - peak) stay in memory between
 `fold` and `gradient`, so that whole rows take one exponential per logit. The gradient of a logit is ::
@@ -12,21 +15,254 @@ On a CPU a fused softmax computes the exponentials: those relative to `peak`, di
 this depends on the row alone, not on the rows beside it.
 """
 
+from copy import copy
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, smooths
+from xent.backends.torch.contract import Block, Part, Setting, Upstream, columns, smooths, wide
+from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import Rows, row_sum
-from xent.backends.torch.portable.facts import Facts, Index, activate, at, masked
-from xent.core.call import Probabilities
+from xent.backends.torch.refusals import check_targets
+from xent.core.call import Activation, Allowed, Classes, Probabilities, Shards, TopK, array_of, dtype_name
+from xent.core.spec import mass_tolerance
+from xent.core.validate import check_top_k
 
-__all__ = ["LogitRows", "probabilities", "times"]
+__all__ = [
+    "Facts",
+    "Index",
+    "LogitRows",
+    "activate",
+    "at",
+    "impossible",
+    "index_of",
+    "masked",
+    "probabilities",
+    "some",
+    "times",
+    "tolerance",
+    "weights_of",
+]
+
+Index = slice | Tensor
+"""Rows of the call: a slice, or indices (R,) int64."""
 
 _FIRST = 1024  # classes whose largest logit becomes the peak
 _LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most 11.1 above the peak
 _LOWEST = -1000.0  # e^x is 0 far above; 0 times infinity would be NaN
+
+_OF_ROWS = ("target", "ids", "log_probs", "begin", "end", "order", "weight", "scale", "ignored", "invalid", "dead")
+
+
+class Facts:
+    """The N rows of a call in its order, or some of these rows; floats in the accumulation dtype."""
+
+    target: Tensor | None = None
+    """(N,) int64 in [0, V); ignored and invalid rows have some valid class. None for targets that are no classes."""
+    ids: Tensor | None = None
+    """(N,) int64: the target as given; (N, K) of a top-k teacher, with its log-probabilities."""
+    log_probs: Tensor | None = None
+    begin: Tensor | None = None
+    """(N,) int64, of a support, like `end`: valid offsets into its `classes`."""
+    end: Tensor | None = None
+    classes: Tensor | None = None
+    longest = 0
+    """The most classes of a support. On an accelerator the host waits for it."""
+    order: Tensor | None = None
+    """(N,) int64: see `xent.core.call.Probabilities`."""
+    class_weight: Tensor | None = None
+    """(C,) of this rank's classes."""
+    divisor: Any = 1
+    """0-d or a number: the divisor of "mean", inf for 0; 1 for the other reductions."""
+    ignored: Tensor | None = None
+    """(N,) bool: rows without a target; None if it is known that there are none, as below."""
+    invalid: Tensor | None = None
+    """(N,) bool: rows with a target that is no class, whose loss and gradient are NaN."""
+    dead: Tensor | None = None
+    """(N,) bool: rows whose loss and gradient are exactly 0."""
+    deferred: Tensor | None = None
+    """0-d: what the gradients of a narrow call still have to be multiplied by."""
+    upstream = Upstream()
+    """The upstream gradients of the statistics, (N,) each."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Gather the facts of all rows of a call."""
+        call, dtype, count, given = setting.call, wide(setting.compute), setting.count, setting.upstream
+        target, options, (scale, softcap, temperature) = call.target, call.options, call.activation
+        self.setting, self.activation, self.dtype, self.names = setting, call.activation, dtype, columns(setting)
+        self.rooms, self.recorded = dict[str, Tensor](), dict[str, Tensor]()
+        """Memory that all blocks of rows share, and recorded results (N,)."""
+        self.index: Index = slice(0, count)
+        """The place of these rows in the call."""
+        self.plain = softcap is temperature is None and not isinstance(scale, Tensor) and scale == 1
+        """Whether x is known to equal z."""
+        mean, divisor, weight = options.reduction == "mean", options.normalizer, options.sample_weight
+        alike = weight is divisor is None and count > 0
+        weight = torch.ones(count, dtype=dtype, device=setting.device) if weight is None else weight.to(dtype)
+        if isinstance(target, (Classes, Allowed)):
+            self._read_classes(target)
+        elif isinstance(target, Probabilities):
+            self.order = target.order
+            self.ignored = None if target.order is None else target.order < 0
+        elif options.sample_weight is not None:
+            self.ignored = weight == 0
+        if isinstance(target, TopK):
+            self.ids, self.log_probs = target.ids, target.log_probs
+            self.invalid = some(impossible(target, setting, weight == 0))
+        if self.ignored is not None:
+            weight = weight.masked_fill(self.ignored, 0)
+        whole = weight
+        if options.weight is not None:
+            self.class_weight = class_weight = options.weight.to(dtype)
+            if self.target is not None and (setting.narrow or (mean and divisor is None)):
+                alike, whole = False, weight * weights_of(class_weight, self.target, call.shards)
+        if alike and self.ignored is self.invalid is None:
+            divisor = count  # each row weighs 1: fewer operations
+        elif mean:
+            divisor = masked(whole, self.invalid, 0).sum() if divisor is None else weight.new_zeros(()) + divisor
+            divisor = divisor.masked_fill(divisor == 0, torch.inf)
+        if mean:
+            self.divisor = divisor
+        self.weight = weight if self.invalid is None else weight.masked_fill(self.invalid, torch.nan)
+        """(N,) a_i; NaN for invalid rows."""
+        self.scale: Tensor = self.weight / cast(Any, divisor) if mean else self.weight
+        """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
+        if divisor is not count:
+            self.dead = some(self.scale == 0)
+        if setting.narrow:
+            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
+            # weights they could overflow. So the stored gradients have row factors of at most 1.
+            size = F.pad(whole.abs().nan_to_num(), (0, 1)).amax()
+            size = torch.where(size == 0, 1, size)
+            self.scale, self.deferred = self.weight / size, size / self.divisor
+        if given is not None:
+            self.scale = torch.zeros_like(self.scale) if given.loss is None else self.scale * given.loss.to(dtype)
+            upstream = [None if one is None else masked(one.to(dtype), self.invalid, torch.nan) for one in given[1:]]
+            if upstream != [None] * 3:
+                # Rows with weight 0 in the loss still have statistics, which have gradients.
+                self.scale, self.dead = masked(self.scale, self.dead, 0), self.ignored
+                self.upstream = Upstream(None, *upstream)
+
+    def rows(self, index: Index) -> "Facts":
+        """Return the facts of some rows of the call."""
+        if isinstance(index, slice) and index.stop - index.start == self.setting.count:
+            return self
+        some = copy(self)
+        some.index, some.upstream = index, Upstream(*[at(one, index) for one in self.upstream])
+        some.activation = self.activation._replace(temperature=at(self.activation.temperature, index))
+        for name in _OF_ROWS:
+            setattr(some, name, at(getattr(self, name), index))
+        return some
+
+    def _read_classes(self, target: Classes | Allowed) -> None:
+        """Set ids, target, ignored, invalid and the support."""
+        vocabulary, ignore_index, listed = self.setting.vocabulary, self.setting.call.options.ignore_index, target[1:]
+        self.ids = ids = target.ids.to(torch.int64)
+        self.target = clamped = ids.clamp(0, vocabulary - 1)
+        if ids.is_cpu and not listed and not 0 <= ignore_index < vocabulary and torch.equal(clamped, ids):
+            return
+        self.ignored, invalid = some(ids == ignore_index), clamped != ids
+        if isinstance(target, Allowed):
+            # Invalid offsets must not cause reads out of bounds.
+            classes, most = target.classes.to(torch.int64), len(target.classes)
+            begin, end = (one.to(torch.int64).clamp(0, most) for one in (target.begin, target.end))
+            self.classes, self.begin, self.end = classes, begin, end
+            self.longest = int((end - begin).max()) if len(ids) else 0
+            before = F.pad(((classes < 0) | (classes >= vocabulary)).cumsum(0), (1, 0))
+            invalid |= before[end] > before[begin]
+            if target.broken is not None:
+                invalid |= target.broken
+        self.invalid = some(masked(invalid, self.ignored, False))
+        if self.invalid is not None and looks_at_targets(ids.device):
+            check_targets(ids, ignore_index, vocabulary)
+
+    def outside(self, first: int, width: int) -> Tensor:
+        """Return which of the `width` classes from `first` on are not in the support of each row, (N, C)."""
+        classes, begin, end = cast(Any, (self.classes, self.begin, self.end))
+        places = begin[:, None] + torch.arange(self.longest, device=begin.device)
+        local = classes[places.clamp(max=len(classes) - 1)] - first
+        local = local.masked_fill((places >= end[:, None]) | (local < 0) | (local >= width), width)
+        outside = torch.ones(len(local), width + 1, dtype=torch.bool, device=local.device)
+        return outside.scatter_(1, local, False)[:, :width]
+
+
+def activate(x: Tensor, activation: Activation, wanted: bool = False) -> Tensor | None:
+    """Replace logits by x, in place. Return 1 - tanh^2 if it is `wanted`, or None without a softcap.
+
+    x is (R,) or (R, C), a temperature (R,).
+    """
+    scale, cap, temperature = activation
+    if isinstance(scale, Tensor) or scale != 1:
+        x.mul_(scale)
+    made = None
+    if cap is not None:
+        x.div_(cap).tanh_()
+        made = x.square().neg_().add_(1) if wanted else None
+        x.mul_(cap)
+    if temperature is not None:
+        x.div_(temperature if x.dim() == 1 else temperature[:, None])
+    return made
+
+
+def index_of(part: Part, start: int, stop: int) -> Index:
+    """Return the rows [start, stop) of a part."""
+    return slice(part.start + start, part.start + stop) if part.rows is None else part.rows[start:stop]
+
+
+def at(values: Any, index: Index) -> Any:
+    """Return the values (N, ...) of some rows; None for None."""
+    return None if values is None else values[index]
+
+
+def masked(values: Tensor, mask: Tensor | None, fill: Any) -> Tensor:
+    """Return the values with `fill` in places of a mask; None for a mask of no places."""
+    return values if mask is None else values.masked_fill(mask, fill)
+
+
+def some(mask: Tensor) -> Tensor | None:
+    """Return a mask, or None if the host sees that it has no places."""
+    return None if mask.is_cpu and not bool(mask.any()) else mask
+
+
+def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
+    """Return the class weight of each target, (N,), which in shards one rank has; 0 for targets that are no class."""
+    local = ids if shards is None else ids - (shards.first or 0)
+    here = (local >= 0) & (local < len(weight))
+    found = F.pad(weight, (0, 1))[torch.where(here, local, len(weight))]
+    if shards is not None:
+        from xent.backends.torch.shards.collectives import add_up
+
+        found = add_up(found, shards.group).land()
+    return found
+
+
+def tolerance(teacher: TopK) -> float:
+    """Return how far rounding may raise the sum of probabilities above 1."""
+    return mass_tolerance(dtype_name(teacher.log_probs))
+
+
+def impossible(teacher: TopK, setting: Setting, ignored: Tensor) -> Tensor:
+    """Return the rows (N,) of a top-k teacher with invalid values, but for ignored ones.
+
+    Raise an error if values may be read.
+    """
+    ids, log_q = teacher.ids.to(torch.int64), teacher.log_probs.to(wide(setting.compute))
+    if looks_at_targets(ids.device):
+        shape = (*array_of(setting.call).shape[:-1], ids.shape[1])
+        given = [values.reshape(shape).cpu().numpy() for values in (ids, log_q)]
+        used = ~ignored.view(shape[:-1]).cpu().numpy()
+        check_top_k(given[0], given[1], used, teacher.tail, dtype_name(teacher.log_probs), setting.vocabulary)
+        return torch.zeros_like(ignored)
+    known = log_q != -torch.inf
+    outside = known & ((ids < 0) | (ids >= setting.vocabulary))
+    # Padding entries get distinct negative numbers.
+    ordered = torch.where(known, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(-1).values
+    mass = log_q.exp().sum(-1)
+    wrong = outside.any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1) | ~(mass <= 1 + tolerance(teacher))
+    found: Tensor = (wrong | ((mass == 0) & (teacher.tail == "renormalize"))) & ~ignored
+    return found
 
 
 def times(weights: Any, values: Tensor) -> Tensor:
@@ -36,11 +272,10 @@ def times(weights: Any, values: Tensor) -> Tensor:
     return torch.zeros_like(values) if weights == 0 else values if weights == 1 else values * weights
 
 
-def probabilities(facts: Facts, index: Index) -> Tensor:
-    """Return the target probabilities of some rows, (R, C), in the caller's dtype."""
-    target = facts.setting.call.target
-    assert isinstance(target, Probabilities)
-    return Rows(target.values)[index if target.order is None else target.order[index].clamp(min=0)]
+def probabilities(facts: Facts) -> Tensor:
+    """Return the target probabilities of rows, (R, C), in the caller's dtype."""
+    values = Rows(cast(Probabilities, facts.setting.call.target).values)
+    return values[facts.index if facts.order is None else facts.order.clamp(min=0)]
 
 
 class LogitRows:
@@ -58,18 +293,18 @@ class LogitRows:
     _away: Any = None
     _slope: Any = None
 
-    def __init__(self, facts: Facts, block: Block, index: Index) -> None:
-        self._facts, self._index, width = facts, index, block.logits.shape[1]
+    def __init__(self, facts: Facts, block: Block) -> None:
+        self._facts, width, first = facts, block.logits.shape[1], facts.setting.first
         self._z, self._exact, self._grad = block.logits, block.target_logits, block.grad
         if facts.target is None:
             return
-        self._place = at(facts.target, index)[:, None]
+        self._place = facts.target[:, None]
         if width < facts.setting.vocabulary:
-            local = self._place - facts.setting.first
+            local = self._place - first
             self._place = local.clamp(0, width - 1)
             self._elsewhere = (local != self._place)[:, 0]
-        if facts.support is not None:
-            self._outside = facts.outside(index, facts.setting.first, width)
+        if facts.begin is not None:
+            self._outside = facts.outside(first, width)
 
     def fold(self) -> dict[str, Tensor]:
         """Return the sums of these rows by name, (R,) each; classes are int64."""
@@ -82,7 +317,7 @@ class LogitRows:
         if "key" in names:
             found["key"], found["place"] = self._largest(z, facts.activation.logit_scale)
         if "id" in names:
-            found["id"] = at(facts.ids, self._index)
+            found["id"] = facts.ids
         if "squares" in names:
             found["squares"] = row_sum(e.square())
         if "deficit" in names:
@@ -102,7 +337,7 @@ class LogitRows:
             z_y = (z.gather(1, place)[:, 0] if self._exact is None else self._exact).to(facts.dtype)
             if outside is not None:
                 z_y = z_y.masked_fill(outside.gather(1, place)[:, 0], -torch.inf)
-            found["target"] = masked(z_y, self._elsewhere, 0)
+            found["target"] = z_y if self._elsewhere is None else z_y.masked_fill(self._elsewhere, 0)
             if keeps:
                 self._put(away, 0.0)
             weight = facts.class_weight
@@ -155,9 +390,7 @@ class LogitRows:
             x = self._room("x").copy_(x)
             if exact is not None:
                 self._put(x, exact[:, None].to(facts.dtype))
-            temperature = at(facts.activation.temperature, self._index)
-            temperature = None if temperature is None else temperature[:, None]
-            self._slope = activate(x, facts.activation._replace(temperature=temperature), self._grad is not None)
+            self._slope = activate(x, facts.activation, self._grad is not None)
             if outside is not None:
                 x.masked_fill_(outside, -torch.inf)
         if x.is_cpu:
@@ -177,7 +410,7 @@ class LogitRows:
         if peak is None:
             peak = largest
             if outside is not None:
-                peak = masked(peak, at(facts.invalid, self._index), torch.nan)
+                peak = masked(peak, facts.invalid, torch.nan)
         if keeps or not x.is_cpu:
             self._away = torch.sub(x, peak[:, None], out=self._room("x"))
         if not x.is_cpu:
@@ -191,10 +424,7 @@ class LogitRows:
         """
         facts, given, share = self._facts, None, self._facts.class_weight
         if facts.target is None:
-            given, smoothing = (
-                probabilities(facts, self._index).to(facts.dtype),
-                facts.setting.call.options.label_smoothing,
-            )
+            given, smoothing = probabilities(facts).to(facts.dtype), facts.setting.call.options.label_smoothing
             q = given * (1 - smoothing) + smoothing / facts.setting.vocabulary if smooths(smoothing) else given
             share = q if share is None else q * share
         return given, 1 if share is None else share
@@ -219,8 +449,15 @@ class LogitRows:
             values.scatter_(1, self._place, other)
 
     def _room(self, name: str) -> Tensor:
-        """Return memory (R, C), which all blocks share: C is the same in all of them."""
-        held, z = self._facts.rooms, self._z
+        """Return memory (R, C): that of the gradient for e, if it is free; or one that all blocks share.
+
+        C is the same in all of them.
+        """
+        held, z, dtype, grad = self._facts.rooms, self._z, self._facts.dtype, self._grad
+        if grad is not None and grad.data_ptr() == z.data_ptr():
+            grad = None
+        if name == "e" and grad is not None and grad.dtype == dtype and grad.is_contiguous():
+            return grad
         if name not in held or len(held[name]) < len(z):
-            held[name] = z.new_empty(z.shape, dtype=self._facts.dtype)
+            held[name] = z.new_empty(z.shape, dtype=dtype)
         return held[name][: len(z)]

@@ -1,51 +1,66 @@
-"""`PortableSteps`: the steps of a call's rows in PyTorch's own operations, in blocks that fit into CPU caches."""
+"""`PortableSteps`: the steps of a call's rows in PyTorch's own operations, in blocks that fit into CPU caches.
 
-from collections.abc import Iterator
+Sums are packed for the ranks and backward passes that need them. Those of ranks are added in rank order, so that all
+ranks get the same bits.
+
+With the sums of `xent.backends.torch.contract` relative to `peak`, the row's gradient factor r, and upstream gradients
+u, n, v of lse, nll and entropy H, `finish` computes losses, statistics and coefficients of the gradient::
+
+    own = e^(x_y - peak)      total = rest + own      lse = peak + log total      nll = log(1 + rest / own)
+    H   = (rest log total - mixed + own nll) / total
+    gamma  = r w'_y + n             excess = r sum_{c != y} w'_c + 2 r zeta lse + u - v H         beta = -v / total
+    alpha = (gamma + excess + v log total) / total
+    at_target = (own excess - rest gamma - v own log p_y) / total
+
+w'_c is the share of a class in the loss, for class indices w_c ((1-e) [c==y] + e/V). For class probabilities q, gamma
+is 0, excess has n sum_c q_c too, and every class is one of the others.
+"""
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken
+from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken, smooths
+from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
-from xent.backends.torch.portable.facts import Facts, Index, at, index_of
-from xent.backends.torch.portable.finish import finish, is_largest, merge, pack, record, result
-from xent.backends.torch.portable.rows import LogitRows
+from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, index_of, masked, times
 from xent.core.call import Dense, TopK
-from xent.core.chunks import rows_per_block
 
 __all__ = ["PortableSteps"]
 
 _ARRAYS = 6  # of a block's size, which exist at one time in a divergence
 _OF_SUPPORT = 8  # the same of a block of supports
+_NONE: Any = None
+_SMALLEST_OWN = 1e-19  # rest / own is finite above: rest is below 2^60
+_CLASSES = ("place", "truth", "id")
+_MOVED = {"below": "weights", "cost": "mass", "surprise": "given", "deficit": "counted"}
+_EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
+"""The statistics of a row without any class in its support."""
 
 
-class PortableSteps(Steps):
+class PortableSteps(Facts, Steps):
     """See `xent.backends.torch.contract.Steps`."""
 
     def __init__(self, setting: Setting) -> None:
-        facts = self._facts = Facts(setting)
-        self._setting = setting
-        self.deferred, self.fuses = facts.deferred, setting.call.shards is None
+        super().__init__(setting)
+        self.fuses = setting.call.shards is None
         self.saves = not isinstance(setting.call.target, (Dense, TopK))
-        self._rows: Any = LogitRows if self.saves else TeacherRows
+        self._kind: Any = LogitRows if self.saves else TeacherRows
         self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
 
     def idle(self) -> Tensor | None:
         """Return the rows to leave out. With statistics every row with a target is computed."""
-        facts, stats = self._facts, bool(self._setting.call.options.stats) and self._setting.upstream is None
-        return facts.ignored if stats else facts.dead
+        return self.ignored if self.setting.call.options.stats and self.setting.upstream is None else self.dead
 
     def take(self, source: Any, part: Part) -> Taken:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
-        facts, setting, index = self._facts, self._setting, part.indices
-        hidden = source.take(part)
-        dead = at(facts.dead, index)
-        trained = hidden if dead is None else hidden.masked_fill(dead[:, None], 0)
-        found = None
+        facts, setting, hidden, found = self.rows(part.indices), self.setting, source.take(part), None
+        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[:, None], 0)
         if facts.target is not None and source.compute.itemsize == 2 and setting.width:
-            local = at(facts.target, index) - setting.first
+            local = facts.target - setting.first
             place = local.clamp(0, setting.width - 1)
             found = (hidden.float() * source.weight[place].float()).sum(-1)
             found = found if source.bias is None else found + source.bias[place]
@@ -54,78 +69,279 @@ class PortableSteps(Steps):
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Fold and finish rows, and write their gradients from the exponentials of the fold."""
-        for piece, _, index in self._pieces(block, part):
-            rows = self._rows(self._facts, piece, index)
+        for piece, _, facts in self._pieces(block, part):
+            rows = self._kind(facts, piece)
             sums = rows.fold()
-            if isinstance(self._setting.call.target, Dense):
+            if isinstance(self.setting.call.target, Dense):
                 sums |= rows.refold(sums)
-            made = self._finish(sums, index, piece.grad is not None, saved)
+            made = self._finish(facts, sums, piece.grad is not None, saved)
             if piece.grad is not None:
                 rows.gradient(made)
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
-        width = block.logits.shape[1]
-        for piece, rows, index in self._pieces(block._replace(grad=None), part):
-            if width:
-                some = self._rows(self._facts, piece, index)
-                found = some.refold(_of(self.met, rows)) if self.met else some.fold()
+        names = SECOND if self.met else self.names
+        for piece, rows, facts in self._pieces(block._replace(grad=None), part):
+            if piece.logits.shape[1]:
+                some = self._kind(facts, piece)
+                found: Any = some.refold(_of(self.met, rows, part)) if self.met else some.fold()
             else:
                 least, like = torch.finfo(sums.dtype).min, sums[0, : len(piece.logits)]
-                found = {name: torch.full_like(like, least if is_largest(name) else 0) for name in self._packed}
-                found |= {"id": at(self._facts.ids, index)}
-            sums[:, rows.start - block.start : rows.stop - block.start] = pack(self._packed, found)
+                found = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
+                found |= {"id": facts.ids}
+            sums[:, rows.start - block.start : rows.stop - block.start] = pack(names, found)
 
     def meet(self, sums: Tensor) -> None:
         """Merge both normalizers of the rows of a part."""
-        self.met = merge(self._packed, sums)
+        self.met = merge(self.names, sums)
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
-        merged, self.met = merge(self._packed, sums) | self.met, {}
-        return self._finish(merged, part.indices, wanted, saved)
+        merged = merge(SECOND if self.met else self.names, sums) | self.met
+        self.met = {}
+        return self._finish(self.rows(part.indices), merged, wanted, saved)
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of a block's logits."""
-        for piece, rows, index in self._pieces(block, part):
+        for piece, rows, facts in self._pieces(block, part):
             if piece.grad is not None and piece.logits.shape[1]:
-                self._rows(self._facts, piece, index).gradient(_of(coefficients, rows))
+                self._kind(facts, piece).gradient(_of(coefficients, rows, part))
 
     def results(self) -> list[Tensor]:
         """Return the loss and the statistics."""
-        return [result(self._facts, name) for name in ("loss", *self._setting.call.options.stats)]
+        return [self._result(name) for name in ("loss", *self.setting.call.options.stats)]
 
-    @property
-    def _packed(self) -> tuple[str, ...]:
-        """The names of the sums of the current fold."""
-        return SECOND if self.met else self._facts.names
+    def record(self, found: dict[str, Tensor], index: Index) -> None:
+        """Record the results (R,) of some rows; those of rows that are never recorded are 0."""
+        if isinstance(index, slice) and len(found["loss"]) == self.setting.count:
+            self.recorded |= found
+            return
+        for name, values in found.items():
+            self.recorded.setdefault(name, values.new_zeros(self.setting.count))[index] = values
 
-    def _finish(self, sums: dict[str, Tensor], index: Index, wanted: bool, saved: Tensor | None) -> dict[str, Any]:
+    def _finish(self, facts: Facts, sums: dict[str, Tensor], wanted: bool, saved: Tensor | None) -> dict[str, Any]:
         """Record the results of rows in a forward pass, save their sums, and return the gradient's coefficients."""
-        results, made = (finish if self.saves else finish_divergence)(self._facts, sums, index, wanted)
-        if self._setting.upstream is None:
-            record(self._facts, results, index)
+        found, made = (finish if self.saves else finish_divergence)(facts, sums, wanted)
+        if self.setting.upstream is None:
+            self.record(found, facts.index)
         if saved is not None:
-            saved[:, index] = pack(self._facts.names, sums)
+            saved[:, facts.index] = pack(self.names, sums)
         return made
 
-    def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Index]]:
-        """Yield a block in pieces that fit into the caches, and their rows relative to the part and in the call."""
-        (count, width), start, size = block.logits.shape, block.start, self._facts.dtype.itemsize
-        width = max(width + _OF_SUPPORT * self._facts.longest, 1) * (1 if self.saves else _ARRAYS)
-        step = rows_per_block(width, size, block.logits.device.type, torch.get_num_threads())
+    def _result(self, name: str) -> Any:
+        """Return the loss or a statistic; those per row as (N,)."""
+        options, count, recorded = self.setting.call.options, self.setting.count, self.recorded
+        if name == "count":
+            return torch.full((), count, device=self.weight.device) if self.ignored is None else (~self.ignored).sum()
+        if name == "accuracy":
+            correct = self._result("predictions") == (self._result("truth") if self.target is None else self.target)
+            correct = masked(correct, self.invalid, False)
+            if options.accuracy_of_rows:
+                return correct.to(self.dtype)
+            return correct.sum().to(self.dtype) / self._result("count").clamp(min=1)
+        if name not in recorded:
+            kind = torch.int64 if name in ("predictions", "truth") else self.dtype
+            recorded[name] = torch.zeros(count, dtype=kind, device=self.weight.device)
+        values, summed = recorded[name], name in ("loss", "z_loss")
+        if name == "nll":
+            values = masked(values, self.invalid, torch.nan)
+        absent = self.dead if summed else self.ignored
+        if absent is not None:
+            values = values.masked_fill(absent, -1 if name == "predictions" else 0)
+        return values.sum() / self.divisor if summed and options.reduction != "none" else values
+
+    def _pieces(self, block: Block, part: Part) -> list[tuple[Block, slice, Facts]]:
+        """Return a block in pieces that fit into the caches, their rows relative to the part, and their facts."""
+        (count, width), start, made = block.logits.shape, block.start, []
+        width = max(width + _OF_SUPPORT * self.longest, 1) * (1 if self.saves else _ARRAYS)
+        step = block_rows(block.logits, self.dtype, width)
         for first in range(0, max(count, 1), step):
             some, piece = slice(first, min(first + step, count)), block
             if step < count:
                 cut = [None if one is None else one[some] for one in block[3:]]
                 piece = Block(block.logits[some], start + first, 0, *cut)
             rows = slice(start + some.start, start + some.stop)
-            yield piece, rows, index_of(part, rows.start, rows.stop)
+            alone = part.rows is None and step >= count == self.setting.count
+            made.append((piece, rows, self if alone else self.rows(index_of(part, rows.start, rows.stop))))
+        return made
 
 
-def _of(coefficients: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """Return the coefficients of some rows."""
-    return {name: at(one, rows) for name, one in coefficients.items()}
+def pack(names: tuple[str, ...], sums: dict[str, Tensor]) -> Tensor:
+    """Return the sums (R,) by name as (K, R). Classes are stored bit by bit as floats."""
+    dtype = sums[names[0]].dtype
+    kind = torch.int64 if dtype == torch.float64 else torch.int32
+    return torch.stack([sums[name].to(kind).view(dtype) if name in _CLASSES else sums[name] for name in names])
+
+
+def is_largest(name: str) -> bool:
+    """Return whether a sum is the largest value of a row."""
+    return name.endswith("peak") or name.startswith("known") or name in ("key", "likely")
+
+
+def merge(names: tuple[str, ...], packed: Tensor) -> dict[str, Tensor]:
+    """Return the sums (R,) by name of all ranks' sums (ranks, K, R); NaN in rows whose target differs among ranks."""
+    kind = torch.int64 if packed.dtype == torch.float64 else torch.int32
+    given = dict(zip(names, packed.unbind(1), strict=True))
+    given |= {name: given[name].view(kind).to(torch.int64, copy=True) for name in _CLASSES if name in given}
+    if len(packed) == 1:
+        return {name: one[0] for name, one in given.items()}
+    found = {name: one.amax(0) for name, one in given.items() if is_largest(name)}
+    for side in ("", "teacher_", "others_"):
+        if side + "peak" not in given:
+            continue
+        # Sums relative to the peak of a rank become sums relative to the peak of all.
+        growth = found[side + "peak"] - given[side + "peak"]
+        factors, rest = (-growth).exp(), given[side + "rest"]
+        given[side + "rest"] = rest * factors
+        if side:
+            continue
+        if "mixed" in given:
+            given["mixed"] = factors * (given["mixed"] - growth * rest)
+        if "squares" in given:
+            given["squares"] = factors.square() * given["squares"]
+        for name, count in _MOVED.items():
+            if name in given:
+                given[name] = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)
+    for key, place in (("key", "place"), ("likely", "truth")):
+        if key in given:
+            # The lowest class with the largest key; NaN counts as the largest.
+            wins = (given[key] == found[key]) | (given[key].isnan() & found[key].isnan())
+            found[place] = torch.where(wins, given[place], torch.iinfo(torch.int64).max).amin(0)
+    if "teacher_top" in given:
+        found["teacher_top"] = given["teacher_top"].gather(0, given["peak"].argmax(0, keepdim=True))[0]
+    if "id" in given:
+        found["id"] = given["id"][0]
+        given["rest"] = given["rest"].masked_fill(_differing(given["id"]), torch.nan)
+    for name, (total, *others) in given.items():
+        if name not in found:
+            for other in others:  # in rank order
+                total = total + other
+            found[name] = total
+    return found
+
+
+def _differing(ids: Tensor) -> Tensor:
+    """Return the rows whose target (ranks, R) is not the same on all ranks. Raise an error if values may be read."""
+    differs = ids != ids[0]
+    if looks_at_targets(ids.device) and bool(differs.any()):
+        rank = int(differs.any(-1).nonzero()[0])
+        raise ValueError(
+            f"target must be the same on all ranks of the group, and that of rank {rank} differs from that of rank "
+            "0. With data parallelism each rank has other tokens and the whole classifier: leave out vocab_parallel; "
+            "where FSDP2 has the classifier in pieces, make the call in the forward of the module that holds it"
+        )
+    return differs.any(0)
+
+
+def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the results of R rows with merged sums, and the coefficients of a `wanted` gradient; all (R,), by name.
+
+    The results are losses, and what the statistics need. The coefficients use the upstream gradients in the facts; they
+    are None for 0. `zero`: (R,) bool, rows whose gradient is exactly 0, whatever their logits are.
+    """
+    options, activation, stats, zero = (
+        facts.setting.call.options,
+        facts.activation,
+        facts.setting.call.options.stats,
+        facts.dead,
+    )
+    peak, rest, smoothing, z_loss = sums["peak"], sums["rest"], options.label_smoothing, options.z_loss
+    spread, is_class, regular = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
+    nll = mass = lse = entropy = beta = beyond = _NONE
+    own: Any = 0
+    loss: Any = 0
+    w_y: Any = 0
+    if is_class:
+        x_y = sums["target"]
+        if not facts.plain:
+            activate(x_y := x_y.clone(), activation)
+        distance = x_y - peak
+        own = distance.exp()
+        if facts.begin is not None:
+            beyond = sums["target"] == -torch.inf  # rows whose target is outside the support
+            own.masked_fill_(beyond, 0)
+        total = rest + own
+        log_sum = total.log()
+        nll = torch.where(own > _SMALLEST_OWN, (rest / own).log1p(), log_sum - distance)
+        if beyond is not None:
+            nll = nll.masked_fill(beyond, torch.inf)
+        w_y = sums.get("row_weight", 1) * (1 - smoothing + spread)
+        loss = times(w_y, nll)
+    else:
+        total, log_sum = rest, rest.log()
+        if "surprise" in sums:
+            nll = sums["surprise"] + times(sums["given"], log_sum)
+    # What the shares in the sums, which are those of the classes but the target, have to be multiplied by.
+    share = 1 if "cost" in sums else spread if "below" in sums else None
+    if share is not None:
+        cost, mass = (share * sums[name] for name in (("below", "weights") if is_class else ("cost", "mass")))
+        loss = loss + cost + times(mass, log_sum)
+    found = {name: sums[key] for name, key in (("predictions", "place"), ("truth", "truth")) if key in sums}
+    found["loss"] = facts.weight * loss
+    if stats or regular:
+        lse = found["lse"] = peak + log_sum
+    if regular or "z_loss" in stats:
+        found["z_loss"] = z_term = facts.weight * times(z_loss, lse.square())
+        found["loss"] = found["loss"] + z_term
+    if "nll" in stats:
+        found["nll"] = nll
+    if "mixed" in sums:
+        entropy = rest * log_sum - sums["mixed"]
+        entropy = found["entropy"] = (entropy + times(own, nll) if is_class else entropy) / total
+    if "squares" in sums:
+        found["log_sum_sq_probs"] = (sums["squares"] + own**2).log() - 2 * log_sum
+    if "deficit" in sums:
+        found["mean_logit"] = peak - sums["deficit"] / sums["counted"].clamp(min=1)
+    given: list[Any] = [facts.scale, *facts.upstream[1:]]
+    if beyond is not None:
+        empty = total == 0
+        found |= {name: found[name].masked_fill(empty, _EMPTY[name]) for name in found.keys() & _EMPTY}
+        zero = empty if zero is None else zero | empty
+        given[::2] = [None if one is None else one.masked_fill(beyond, 0) for one in given[::2]]
+    if not wanted:
+        return found, {}
+    if not facts.plain:
+        linear = activation.logit_scale
+        linear = linear if activation.temperature is None else linear / activation.temperature
+        given = [None if one is None else times(linear, one) for one in given]
+    r, of_lse, of_nll, of_entropy = given
+    gamma, terms = times(w_y, r), [] if of_lse is None else [of_lse]
+    if share is not None:
+        terms.append(r * mass)
+    if regular:
+        terms.append(2 * z_loss * r * lse)
+    if of_nll is not None and is_class:
+        gamma = gamma + of_nll
+    elif of_nll is not None:
+        terms.append(of_nll * sums["given"])
+    if of_entropy is not None:
+        terms.append(-of_entropy * entropy)
+    alpha = gamma = gamma / total
+    at_target = -rest * gamma
+    if terms:
+        excess = sum(terms) / total
+        alpha, at_target = gamma + excess, at_target + own * excess
+    if of_entropy is not None:
+        beta = -of_entropy / total
+        alpha = alpha - beta * log_sum
+        if is_class:
+            at_target = at_target - times(own, beta * nll)
+    return found, {
+        "peak": peak,
+        "alpha": alpha,
+        "beta": beta,
+        "at_target": at_target if is_class else None,
+        "zero": zero,
+        "share": None if share is None else r * share,
+        "given": None if is_class else of_nll,
+    }
+
+
+def _of(found: dict[str, Any], rows: slice, part: Part) -> dict[str, Any]:
+    """Return values of a part's rows for some of them."""
+    if rows == slice(0, part.stop - part.start):
+        return found
+    return {name: None if one is None else one[rows] for name, one in found.items()}
 
 
 STEPS["torch"] = PortableSteps

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from xent.backends.torch.shards.ranges import group_of
-from xent.core.arrays import describe
-from xent.core.call import Shards
+from xent.core.call import Shards, describe
 from xent.core.spec import LinearTeacher, Stats, TopKTeacher, VocabParallel
 
 __all__ = ["is_cut", "of_linear", "of_logits"]

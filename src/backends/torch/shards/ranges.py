@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xent.backends.torch import private
 from xent.backends.torch.shards.collectives import gather, tokens_of
-from xent.core.arrays import describe
-from xent.core.call import Allowed, Call, Classes, Given, Product, Shards, array_of, vocabulary_of
+from xent.core.call import Allowed, Call, Classes, Given, Product, Shards, array_of, describe, vocabulary_of
 from xent.core.spec import BackendError, VocabParallel
 
 __all__ = ["group_of", "named", "ranges_of"]

@@ -176,8 +176,8 @@ def rounding(m, EXACT: tl.constexpr):
 
 @triton.jit
 def finite(largest):
-    """Return `largest`, or 0 if it is -inf, as the reference of exponents."""
-    return tl.where(largest == -float("inf"), 0.0, largest)
+    """Return `largest`, or 0 if it is -inf or NaN, as the reference of exponents."""
+    return tl.where(largest > -float("inf"), largest, 0.0)
 
 
 @triton.jit
@@ -189,13 +189,9 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, inside, bend, way: tl.constexpr):
-    """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it.
-
-    NaN is largest.
-    """
-    key = tl.where(bend[0] < 0, -z, tl.where(bend[0] == 0, 0.0, z)) if way.scaled else z
-    return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
+def order(z, bend, way: tl.constexpr):
+    """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it."""
+    return tl.where(bend[0] < 0, -z, tl.where(bend[0] == 0, 0.0, z)) if way.scaled else z
 
 
 @triton.jit

@@ -254,8 +254,9 @@ def support_kernel(
         found = tl.full((), NOWHERE, tl.int64)
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
-            key = order(tl.load(held + own + entry, mask=known, other=0.0), known, side[2], way)
-            found = tl.minimum(found, tl.min(tl.where(known & (key == top), classes, NOWHERE), 0))
+            z = tl.load(held + own + entry, mask=known, other=0.0)
+            largest = (order(z, side[2], way) == top) | (z != z)
+            found = tl.minimum(found, tl.min(tl.where(known & largest, classes, NOWHERE), 0))
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results
         level = tl.where(wrong, nan, level / tl.maximum(size, 1))

@@ -1,8 +1,8 @@
 """The first pass over a row: per-lane sums, their sum over lanes without the target; and its kernel for parts of rows.
 
-`row_sums` takes exponentials relative to the largest logit of the row's first block but the target, so it needs no
-maximum over the row. If that overflows or underflows, it finds the largest x and reads the row again. Each lane has the
-following sums over its classes, with e = e^(x - m)::
+`row_sums` takes exponentials relative to the largest logit of the row's first block, or of other classes in the
+target's lane if that is the target, so it needs no maximum over the row. If that overflows or underflows, it finds the
+largest x and reads the row again. Each lane has the following sums over its classes, with e = e^(x - m)::
 
     s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
 
@@ -157,7 +157,8 @@ def _add(
     if MASKED and (way.ragged or (way.capped or way.scaled)):
         e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
-    s += _in_lanes(e, LANES)
+    added = _in_lanes(e, LANES)
+    s += added
     if way.entropy:
         t += _in_lanes(e * tl.maximum(e2, FLOOR), LANES)
     if way.smoothed:
@@ -176,8 +177,10 @@ def _add(
         x = activate(z, bend, way)
         v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
-        largest = order(z, inside if MASKED else True, bend, way)
-        largest = tl.max(tl.reshape(largest, [LANES, way.block // LANES]), 1)
+        key = order(z, bend, way)
+        key = tl.where(inside, key, -float("inf")) if MASKED else key
+        largest = tl.max(tl.reshape(key, [LANES, way.block // LANES]), 1)
+        largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
     return s, t, u, q, v, h, shares, mass, best, at
@@ -247,12 +250,19 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
     BLOCK: tl.constexpr = way.block
     LANES: tl.constexpr = way.lanes
     source, off, last, whole, vocabulary = line
-    z, ahead, _lane_z, _lane, _others = loads
-    classes = tl.arange(0, BLOCK) - off
-    inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
-    if way.skewed:  # the same classes wherever the row begins
-        inside = inside & (classes < BLOCK - way.vector)
-    m = finite(tl.max(tl.where(inside, activate(z, bend, way), -float("inf")), 0))
+    z, ahead, lane_z, _lane, others = loads
+    seen = activate(z, bend, way)
+    if way.skewed or way.blocks == 1:
+        classes = tl.arange(0, BLOCK) - off
+        inside = (classes >= 0) & (classes < vocabulary)
+        if way.skewed:  # the same classes wherever the row begins
+            inside = inside & (classes < BLOCK - way.vector)
+        seen = tl.where(inside, seen, -float("inf"))
+    # If the target is the largest, take another class of its lane. Indices of classes, to leave out the target alone,
+    # would stay in registers during the loop, and its loads would start late.
+    top = tl.max(seen, 0)
+    near = tl.max(tl.where(others, activate(lane_z, bend, way), -float("inf")), 0)
+    m = finite(tl.where(x_y < top - 1, top, near))
     zero = tl.zeros([LANES], tl.float32)
     nothing = zero, zero, zero, zero, zero, zero, zero, zero, zero - float("inf"), tl.zeros([LANES], tl.int32)
     lanes = _add(nothing, z, 0, line, m, weights, bend, way, way.skewed or (way.blocks == 1 or way.vector == 1), False)
@@ -282,11 +292,11 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
     top, found = 0.0, 0
     if way.predicted:
         top = tl.max(lanes[8], 0)
-        first = tl.min(tl.where(lanes[8] == top, lanes[9], NOWHERE), 0)
+        first = tl.min(tl.where(lanes[8] == top, lanes[9], NOWHERE), 0) // BLOCK * BLOCK
         z = fetch(source, first, whole, way, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
-        found = tl.min(tl.where(inside & (order(z, inside, bend, way) == top), classes, NOWHERE), 0)
+        found = tl.min(tl.where(inside & ((order(z, bend, way) == top) | (z != z)), classes, NOWHERE), 0)
     return m, sums, top, found
 
 
