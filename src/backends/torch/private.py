@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["dispatch_modes", "group_named", "keeps_graph", "transforms_active"]
+__all__ = ["dispatch_modes", "group_named", "inspects", "keeps_graph", "skip_frames", "transforms_active"]
 
-_C: Any = torch._C  # type checkers do not know all of it
+_torch: Any = torch  # type checkers do not know all of it
 
 
 def _found(read: Callable[[], Any], otherwise: Callable[..., Any]) -> Any:
@@ -29,8 +29,30 @@ dispatch_modes: Callable[[], int] = _found(lambda: torch._C._len_torch_dispatch_
 """() -> the number of modes that see every operation (fake tensors, selective checkpoints, FLOP counters). Without it:
 custom operations for every call."""
 
-keeps_graph: Callable[[], bool] = _found(lambda: _C._autograd._get_current_graph_task_keep_graph, lambda: True)
+keeps_graph: Callable[[], bool] = _found(lambda: _torch._C._autograd._get_current_graph_task_keep_graph, lambda: True)
 """() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
+
+_tracing: Callable[[], Any] = _found(lambda: _torch._guards.TracingContext.try_get, lambda: None)
+
+
+def inspects() -> bool:
+    """Return whether torch.compile traces or inspects values. Without it: False, and it computes deferred logits."""
+    return _tracing() is not None
+
+
+def skip_frames(function: Callable[..., Any]) -> None:
+    """Let torch.compile not compile calls of a function outside of graphs, nor what it calls.
+
+    `torch.compiler.disable` would end every graph at a call. Without it: RecursionError where deferred logits are read
+    between two graphs of one compiled function.
+    """
+
+    def skip() -> None:
+        frames = _torch._C._dynamo.eval_frame
+        action = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action, action))
+
+    _found(skip, lambda: None)
 
 
 def _no_groups(name: str) -> Any:

@@ -37,10 +37,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame as _eval_frame
-from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
+
+from xent.backends.torch import private
 
 __all__ = [
     "KNOWN",
@@ -374,8 +374,8 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device, or record the call, or execute it with real logits."""
-        kwargs = {} if kwargs is None else kwargs
-        if not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_dynamo_compiling() and private.inspects():
             # torch.compile inspects an argument of a compiled function, and needs the deferred tensor itself
             return unhandled(func, *args, **kwargs)
         if func in KNOWN:
@@ -387,9 +387,7 @@ class DeferredLogits(Tensor):
 
 
 # Between graphs it is not compiled by itself, nor what it calls: compiled, `unhandled` would call it without end.
-_eval_frame.set_code_exec_strategy(
-    DeferredLogits.__torch_function__.__code__, _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
-)
+private.skip_frames(DeferredLogits.__torch_function__)
 
 
 class _DispatchedLogits(DeferredLogits):
