@@ -37,7 +37,7 @@ MATRIX = "tests/test_gradients.py"
 STATS, LOG_PROBS, ROWS = "tests/test_stats.py", "tests/test_log_probs.py", "tests/test_sampled_rows.py"
 SHARDS, PROMISES = "tests/distributed/test_shards.py", "tests/distributed/test_promises.py"
 HEADS, SCALE, TARGET = "tests/test_heads.py", "tests/torch/test_scale.py", "tests/torch/test_target_gradient.py"
-EAGER, AUTOGRAD, IDLE = "tests/torch/test_eager.py", "tests/torch/test_autograd.py", "tests/torch/test_idle.py"
+EAGER, AUTOGRAD, IDLE = "tests/torch/test_eager.py", "tests/torch/test_autograd.py", "tests/torch/test_skippable.py"
 DIVERGENCE, TRANSFORMS = "tests/divergence/test_matrix.py", "tests/torch/test_transforms.py"
 PORTABLE = "backends/torch/portable/"
 KERNELS = "backends/triton/kernels/"
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "NaN in rows of weight 0", PORTABLE + "steps.py",
-        "absent = self.dead if summed", "absent = None if summed",
+        "absent = self.excluded if summed", "absent = None if summed",
         ("tests/test_promises.py",),
     ),
     # The rows of PyTorch.
@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "rows in the wrong order", "backends/torch/contract.py",
-        "self._order = idle.argsort(stable=True)", "self._order = idle.logical_not().argsort(stable=True)",
+        "self._order = skippable.argsort(stable=True)", "self._order = skippable.logical_not().argsort(stable=True)",
         (IDLE, MATRIX, "-k", "ignore_index or ignored"),
     ),
     Fault(
@@ -251,7 +251,7 @@ FAULTS = [
     ),
     Fault(
         "input's gradient not summed over ranks", "backends/torch/sources.py",
-        "made if self._tokens is None else self._tokens.mine(made.land())", "self._made[0]", (SHARDS,),
+        "made if self._tokens is None else self._tokens.own(made.wait())", "self._made[0]", (SHARDS,),
     ),
     Fault(
         "gradient of skipped rows not zeroed", "backends/torch/sources.py",
@@ -378,7 +378,7 @@ FAULTS = [
     ),
     Fault(
         "sums over ranks not waited for", "backends/torch/shards/collectives.py",
-        "return Flight(values, _reduce(values, group=group, async_op=True), values)", "return Flight(values)",
+        "return Pending(values, _reduce(values, group=group, async_op=True), values)", "return Pending(values)",
         (SHARDS,),
     ),
     # Triton kernels, in the interpreter.
@@ -415,7 +415,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: NaN in rows of weight 0", KERNELS + "algebra.py",
-        "skipped = dead if index == 0 or index == 6 else ignored", "skipped = dead if index == 6 else ignored",
+        "skipped = excluded if index == 0 or index == 6 else ignored", "skipped = excluded if index == 6 else ignored",
         ("tests/test_promises.py", STATS), "triton",
     ),
     Fault(
@@ -430,7 +430,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: softcap not differentiated", KERNELS + "rows_kernel.py",
-        "g *= slope(z, bend, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
+        "g *= slope(z, activation, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
     ),
     Fault(
         "kernel: no gradient at class 0", KERNELS + "rows_kernel.py",
@@ -454,7 +454,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: hidden states of ignored rows", KERNELS + "sums.py",
-        "kept = tl.where(dead, zero, h.to(taken.dtype.element_ty))", "kept = h.to(taken.dtype.element_ty)",
+        "kept = tl.where(excluded, zero, h.to(selected.dtype.element_ty))", "kept = h.to(selected.dtype.element_ty)",
         ("tests/triton/test_means.py", IDLE, "tests/triton/test_product.py", "-k", "cancelling or statistics"),
         "triton",
     ),

@@ -65,8 +65,8 @@ def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array
     if options.heads is not None:
         upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
         parts = [
-            gradients(one, mine, **{name: given[head] for name, given in others.items()})
-            for head, (one, mine) in enumerate(zip(_apart(call), upstreams, strict=True))
+            gradients(one, upstream_of_head, **{name: given[head] for name, given in others.items()})
+            for head, (one, upstream_of_head) in enumerate(zip(_apart(call), upstreams, strict=True))
         ]
         stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
         return {name: values if name == "input" else values.sum(0) for name, values in stacked.items()}
@@ -168,7 +168,7 @@ class _Rows:
             if isinstance(target, Allowed):
                 self.outside = _outside(target, count, vocabulary)[moved(np.arange(count).reshape(self.shape))]
         self.a = np.where(self.ignored, 0.0, weight)
-        self.dead = self.a == 0
+        self.excluded = self.a == 0
         self.divisor = (self.a * row_weight).sum() if options.normalizer is None else float(options.normalizer)
         self.scaled_z = activation.logit_scale * z.reshape(count, vocabulary)
         x, slope = _activated(z.reshape(count, vocabulary), activation)
@@ -179,7 +179,7 @@ class _Rows:
         """-log p, (N, V)."""
         self.p, self.z_term = np.exp(-self.surprise), np.zeros(count)
         if isinstance(target, TopK):
-            loss, self.derivative = from_top_k(-self.surprise, target, self.shape, self.dead, options.kind)
+            loss, self.derivative = from_top_k(-self.surprise, target, self.shape, self.excluded, options.kind)
         elif isinstance(target, Dense):
             teacher = _activated(_raw(target.source).reshape(count, vocabulary), target.activation)[0]
             loss, self.derivative = between(-self.surprise, -_normalized(teacher)[1], options.kind, options.beta)
@@ -189,10 +189,10 @@ class _Rows:
             share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
             loss, total = expectation(share, self.surprise), share.sum(-1)
             if options.z_loss:  # otherwise not even where lse is infinite, in a row whose support is empty
-                self.z_term = self._masked(self.a * options.z_loss * self.lse**2, self.dead)
+                self.z_term = self._masked(self.a * options.z_loss * self.lse**2, self.excluded)
                 total = total + 2 * options.z_loss * self.lse
             self.derivative = total[:, None] * self.p - share
-        self.loss = self._masked(self.a * loss + self.z_term, self.dead)
+        self.loss = self._masked(self.a * loss + self.z_term, self.excluded)
 
     def _inside(self, values: Array, other: float) -> Array:
         """Return values (N, V) with another one outside of the support."""
@@ -220,7 +220,7 @@ class _Rows:
         """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
         # The loss and the nll of a target outside its support have no gradient.
         beyond = np.isinf(expectation(self.q, self.surprise)) & (self.outside is not None)
-        grad = self._masked(self._scale(upstream)[:, None] * self.derivative * self.slope, self.dead | beyond)
+        grad = self._masked(self._scale(upstream)[:, None] * self.derivative * self.slope, self.excluded | beyond)
         for name, given in others.items():
             each = _float64(given).reshape(-1)[:, None] * self._derivative(name) * self.slope
             grad = grad + self._masked(each, self.ignored | (beyond & (name == "nll")))

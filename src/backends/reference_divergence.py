@@ -39,14 +39,14 @@ def _centred(p: Array, values: Array) -> Array:
     return np.where(p == 0, 0.0, p * (values - expectation(p, values)[..., None]))
 
 
-def from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array, kind: str) -> tuple[Array, Array]:
+def from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], excluded: Array, kind: str) -> tuple[Array, Array]:
     """Return the divergence (N,) from the K classes of each row, and its derivative (N, V)."""
     vocabulary, dtype = log_p.shape[-1], dtype_name(teacher.log_probs)
     ids, log_q = np.asarray(teacher.ids, np.int64), np.asarray(teacher.log_probs, np.float64)
-    check_top_k(ids, log_q, ~dead.reshape(shape), teacher.tail, dtype, vocabulary)
+    check_top_k(ids, log_q, ~excluded.reshape(shape), teacher.tail, dtype, vocabulary)
     ids, log_q = ids.reshape(len(log_p), ids.shape[-1]), log_q.reshape(len(log_p), ids.shape[-1])
     loss, derivative = np.zeros(len(log_p)), np.zeros_like(log_p)
-    for row in np.flatnonzero(~dead):
+    for row in np.flatnonzero(~excluded):
         known = log_q[row] != -np.inf
         chosen, each, p = ids[row, known], log_q[row, known], np.exp(log_p[row])
         if teacher.tail == "renormalize":

@@ -132,11 +132,11 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
         if shards is not None and shards.axis is not None:
             # This rank has a part of the tokens, along that axis; the target has all. Heads are on the first axis.
             lead, target_shape = 0 if heads is None else 1, tuple(given["target"].shape)
-            mine = rows[lead:]
+            own = rows[lead:]
             every = target_shape[:-1] if dtype_name(given["target"]) in FLOAT_DTYPES else target_shape
-            cut = shards.axis % (len(mine) + 1)
-            alike = mine[:cut] + mine[cut + 1 :] == every[:cut] + every[cut + 1 :]
-            if not mine or len(mine) != len(every) or not alike or mine[cut] > every[cut]:
+            cut = shards.axis % (len(own) + 1)
+            alike = own[:cut] + own[cut + 1 :] == every[:cut] + every[cut + 1 :]
+            if not own or len(own) != len(every) or not alike or own[cut] > every[cut]:
                 raise ValueError(
                     "with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, "
                     f"(..., T); got input {tuple(array.shape)} and target {target_shape}"

@@ -54,7 +54,7 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
         ("sums", "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);", "", r"missing|uninitialised"),
         ("rows", "packs = V / xent::width<T>", "packs = V / xent::width<T> + 1", "out of bounds|no out"),
         ("rows", "xent::load_packs(logits + start", "xent::load_packs(logits + start + 9 * V", "out of bounds"),
-        ("rows", "loss[row] = dead", "loss[row + 1] = dead", "out of bounds|no output"),
+        ("rows", "loss[row] = excluded", "loss[row + 1] = excluded", "out of bounds|no output"),
     ],
 )
 def test_planted_faults_are_detected(

@@ -134,7 +134,7 @@ def test_rows_beyond_2_to_the_31_and_32(emulator: Emulator, row: int) -> None:
         "target": np.full(count, 5, np.int32),
         "weight": ones,
         "scale": ones,
-        "dead": np.zeros(count, np.bool_),
+        "excluded": np.zeros(count, np.bool_),
     }
     buffers = {}
     for name in (parameter.name for parameter in source.parameters if parameter.attribute.startswith("buffer")):
@@ -160,6 +160,6 @@ def facts_of_one_row(vocabulary: int) -> Facts:
         target=mx.array([5]),
         weight=mx.ones((1,)),
         scale=mx.ones((1,)),
-        dead=mx.zeros((1,), mx.bool_),
+        excluded=mx.zeros((1,), mx.bool_),
         ignored=mx.zeros((1,), mx.bool_),
     )

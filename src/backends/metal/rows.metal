@@ -2,7 +2,7 @@
 // gradient from `known`, a norm (the largest x, and log sum_c exp(x_c - largest)). `sources` has the signatures.
 //
 // Missing arrays, and results that are not needed, are bound to placeholders that are not accessed.
-// logits (R, V); numbers (8,); row_activation, known (R, 2); target, target_logits, weight, scale, dead (R,);
+// logits (R, V); numbers (8,); row_activation, known (R, 2); target, target_logits, weight, scale, excluded (R,);
 // probabilities (R, V); class_weight (V,); upstream (R, 4): the upstream gradients of lse, nll and entropy, and the
 // entropy itself.
 
@@ -24,7 +24,7 @@ uint thread_index = thread_position_in_threadgroup.x, threads = threads_per_thre
 uint packs = V / xent::width<T>;
 xent::Columns columns = {V, packs, metal::min(packs * xent::width<T> + thread_index, V), thread_index, threads};
 
-if (dead[row] && (KNOWN || SKIPS_DEAD)) {
+if (excluded[row] && (KNOWN || SKIPS_EXCLUDED)) {
   if (!KNOWN && thread_index == 0) {
     loss[row] = 0.0f;
     if (NORM) norm[2 * row] = norm[2 * row + 1] = 0.0f;
@@ -83,7 +83,7 @@ if (KNOWN) {
   peak = sums.peak;
   log_sum = found.log_sum;
   if (thread_index == 0) {
-    loss[row] = dead[row] ? 0.0f : weight[row] * found.loss;
+    loss[row] = excluded[row] ? 0.0f : weight[row] * found.loss;
     if (NORM) {
       norm[2 * row] = peak;
       norm[2 * row + 1] = log_sum;
@@ -98,7 +98,7 @@ if (KNOWN) {
 if (GRAD) {
   // All threads must have read the target's logit before one of them overwrites it with its gradient.
   if (IN_PLACE) metal::threadgroup_barrier(metal::mem_flags::mem_device);
-  if (dead[row]) {
+  if (excluded[row]) {
     xent::clear(grad + grad_start, columns);
   } else {
     xent::Slopes slopes = xent::slopes_of<K>(

@@ -65,7 +65,7 @@ def _launch(
     outputs = [(shape if name in wanted else (1,), kind) for name, (shape, kind) in zip(OUTPUTS, outputs, strict=True)]
     small = [(_small(array.shape), array.dtype) for array in inputs]
     tried = [(_small(shape), kind) for shape, kind in outputs]
-    more = {"T": dtype, "SMOOTHED": facts.smooths, "CAPPED": facts.caps, "SKIPS_DEAD": not facts.call.options.stats}
+    more = {"T": dtype, "SMOOTHED": facts.smooths, "CAPPED": facts.caps, "SKIPS_EXCLUDED": not facts.call.options.stats}
     template, threads = kernel_for(given, wanted, lambda *one: allows(small, tried, *one), **more)
     made = zip(OUTPUTS, _run(inputs, outputs, template, count, threads), strict=True)
     return {name: array for name, array in made if name in wanted}

@@ -34,7 +34,7 @@ INPUTS = {
     "row_activation": "float",
     "weight": "float",
     "scale": "float",
-    "dead": "bool",
+    "excluded": "bool",
     "known": "float",
     "upstream": "float",
 }
@@ -96,8 +96,8 @@ def kernel_for(
     """Return the template arguments of a launch, and the number of threads per row.
 
     Each name of an argument or result, in capitals, says whether it is `given` (not None) or `wanted`. `more`: types,
-    SMOOTHED, CAPPED, and SKIPS_DEAD (whether no statistics of dead rows are needed). The kernel is that for the largest
-    of `LIMITS` that its pipeline `allows`.
+    SMOOTHED, CAPPED, and SKIPS_EXCLUDED (whether no statistics of excluded rows are needed). The kernel is that for the
+    largest of `LIMITS` that its pipeline `allows`.
     """
     flags = {name: array is not None for name, array in given.items()} | {name: name in wanted for name in OUTPUTS}
     made = more | {name.upper(): flag for name, flag in flags.items()}

@@ -48,7 +48,7 @@ class MetalSteps(PortableSteps):
             "row_activation": None if heat is None else torch.stack([numbers[3], numbers[2]]) / heat[:, None],
             "weight": self.weight,
             "scale": self.scale,
-            "dead": ones == 0 if self.dead is None else self.dead.contiguous(),
+            "excluded": ones == 0 if self.excluded is None else self.excluded.contiguous(),
         }
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
@@ -121,7 +121,7 @@ class MetalSteps(PortableSteps):
             Probability="float" if values is None else _TYPES[values.dtype],
             SMOOTHED=smooths(options.label_smoothing),
             CAPPED=self.activation.softcap is not None,
-            SKIPS_DEAD=not self._asked and "lse" not in options.stats,
+            SKIPS_EXCLUDED=not self._asked and "lse" not in options.stats,
         )
         # Placeholders for missing tensors are not accessed.
         tensors = [*given.values(), *map(results.get, OUTPUTS)]

@@ -127,7 +127,7 @@ class Block:
             factor = factor * facts.class_weight
         if "nll" in facts.upstream:
             factor = factor + facts.upstream["nll"][:, None]
-        return product(mx.where(facts.dead[:, None], 0, -factor), log_p)
+        return product(mx.where(facts.excluded[:, None], 0, -factor), log_p)
 
     def _largest(self) -> mx.array:
         """Return the largest x (R,)."""
@@ -165,7 +165,7 @@ class Block:
         return class_sum(mx.where((ids < 0) & (x == -mx.inf), 0, x)) / mx.maximum((ids >= 0).sum(-1), 1)
 
     def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
-        """Return the gradient with respect to z, 0 in dead rows, from that with respect to x without the delta term."""
+        """Return the gradient with respect to z, 0 in excluded rows, from that with respect to x without delta."""
         if delta is not None:
             weight = self.facts.class_weight
             grad = grad - (delta[:, None] if weight is None else delta[:, None] * weight)
@@ -173,8 +173,8 @@ class Block:
             grad = grad * self._slope
         if self.facts.sets is not None:
             grad = mx.where(self.x == -mx.inf, 0, grad)
-        if not self.facts.dead_are_finite:
-            grad = mx.where(self.facts.dead[:, None], 0, grad)
+        if not self.facts.excluded_are_finite:
+            grad = mx.where(self.facts.excluded[:, None], 0, grad)
         return grad.astype(self.z.dtype)
 
     def _bracket(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:

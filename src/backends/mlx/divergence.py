@@ -19,12 +19,12 @@ def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
     """Return the results of a block, with the gradient of its logits. MLX computes it only if it is needed."""
     x, slope = facts.activate(logits)
     loss, derivative = _divergence(facts, x)
-    found = {"loss": mx.where(facts.dead, 0, loss * facts.weight)}
+    found = {"loss": mx.where(facts.excluded, 0, loss * facts.weight)}
     if "entropy" in asked:
         log_p, p = _softmax(x)
-        found["entropy"] = mx.where(facts.idle, 0, 0 - class_sum(mx.where(p == 0, 0, p * log_p)))
+        found["entropy"] = mx.where(facts.skippable, 0, 0 - class_sum(mx.where(p == 0, 0, p * log_p)))
     factor = (facts.scale * facts.number("logit_scale"))[:, None]
-    grad = mx.where(facts.dead[:, None], 0, derivative * (factor if slope is None else factor * slope))
+    grad = mx.where(facts.excluded[:, None], 0, derivative * (factor if slope is None else factor * slope))
     # A gradient is rounded to float16 only after the upstream gradient is multiplied in.
     dtype = array_of(facts.call).dtype
     found["grad"] = grad if dtype == mx.float16 and isinstance(facts.call.source, Given) else grad.astype(dtype)
@@ -46,7 +46,7 @@ def _divergence(facts: Facts, x: mx.array) -> tuple[mx.array, mx.array]:
     assert isinstance(target, TopK)
     assert facts.ids is not None
     assert facts.log_q is not None
-    ids = mx.where((facts.ids < 0) | facts.dead[:, None], x.shape[-1], facts.ids)
+    ids = mx.where((facts.ids < 0) | facts.excluded[:, None], x.shape[-1], facts.ids)
     return _from_top_k(options.kind, x, ids, facts.log_q, target)
 
 

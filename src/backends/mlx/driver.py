@@ -83,13 +83,13 @@ class _Rows:
         weight, dtype = getattr(source, "weight", None), array_of(call).dtype
         self._gradients = partial(Gradients, weight=weight, dtype=dtype, parts=len(self._parts))
         self._kernel = plain if isinstance(target, Allowed) else kernel
-        idle = None if isinstance(source, Given) else facts.idle
+        skippable = None if isinstance(source, Given) else facts.skippable
         if isinstance(target, (Dense, TopK)):
-            self._kernel, idle = divergence, facts.idle
+            self._kernel, skippable = divergence, facts.skippable
         if isinstance(target, Dense):
-            self._teacher = Logits(target.source, idle, True, None)
-        self._logits = Logits(source, idle, is_exact(call), facts.target)
-        # The logits of a dead row equal the bias, which may be -inf. In a support other classes are -inf.
+            self._teacher = Logits(target.source, skippable, True, None)
+        self._logits = Logits(source, skippable, is_exact(call), facts.target)
+        # The logits of a excluded row equal the bias, which may be -inf. In a support other classes are -inf.
         finite = not (isinstance(source, Given) or source.bias is not None or isinstance(target, Allowed))
         self._finite = finite and facts.row_activation is None and not call.options.stats
 
@@ -132,7 +132,7 @@ class _Rows:
         whole = isinstance(facts.call.source, Given) and part.stop - part.start == facts.count
         teacher = None if self._teacher is None else self._teacher.load(part, [loaded.rows]).logits
         more, known = facts.part(part), loaded.target_logits
-        return replace(more, target_logits=known, teacher=teacher, dead_are_finite=self._finite, whole_call=whole)
+        return replace(more, target_logits=known, teacher=teacher, excluded_are_finite=self._finite, whole_call=whole)
 
     def _run(self, step: _Step, sums: Gradients, facts: Facts, tie: list[mx.array]) -> _Grads:
         """Compute all parts, each after the one before and the first after `tie`. Return the gradients by name."""
@@ -140,7 +140,7 @@ class _Rows:
             loaded = self._logits.load(part, tie)
             tie, grad = step(loaded, part)
             if grad is not None:
-                tie = tie + sums.add(grad, loaded.rows, facts.dead[part])
+                tie = tie + sums.add(grad, loaded.rows, facts.excluded[part])
             del loaded, grad
         return sums.result()
 
@@ -157,7 +157,7 @@ def _with_upstream(facts: Facts, upstream: dict[str, mx.array | None], entropy: 
     if entropy is not None:
         flat["H"] = entropy
     # Rows with weight 0 have statistics too.
-    return replace(facts, scale=mx.where(facts.dead, 0, scale), dead=facts.ignored, upstream=flat)
+    return replace(facts, scale=mx.where(facts.excluded, 0, scale), excluded=facts.ignored, upstream=flat)
 
 
 def _leaves(call: Call) -> dict[str, mx.array]:
@@ -195,7 +195,7 @@ def _reduced(values: mx.array, facts: Facts) -> mx.array:
     if facts.call.options.reduction == "none":
         return values
     total = values.sum()
-    # With divisor 0 all rows are dead but invalid ones, which are NaN.
+    # With divisor 0 all rows are excluded but invalid ones, which are NaN.
     return total if facts.divisor is None else total / mx.where(facts.divisor == 0, 1, facts.divisor)
 
 
@@ -209,7 +209,7 @@ def _statistics(found: Results, facts: Facts) -> dict[str, mx.array]:
         elif name == "z_loss":
             factor = facts.number("z_loss")
             term = facts.weight * factor * mx.square(_lse(found))
-            made[name] = _reduced(mx.where(facts.dead | (factor == 0), 0, term), facts)
+            made[name] = _reduced(mx.where(facts.excluded | (factor == 0), 0, term), facts)
         elif name == "accuracy":
             correct = mx.equal(found["predictions"], _truth(facts)) & ~ignored
             correct = correct if facts.invalid is None else correct & ~facts.invalid

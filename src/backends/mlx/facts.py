@@ -144,7 +144,7 @@ def gather_facts(call: Call) -> Facts:
 
 
 def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | None, by_class: Any) -> dict[str, Any]:
-    """Return weight, scale, dead, deferred and divisor; `by_class` are the class weights of the targets."""
+    """Return weight, scale, excluded, deferred and divisor; `by_class` are the class weights of the targets."""
     options, dtype = call.options, array_of(call).dtype
     acc, divisor, deferred = accumulation_dtype(dtype), None, None
     weight = mx.where(ignored, 0, mx.ones(ignored.shape, acc) if weight is None else weight)
@@ -163,10 +163,10 @@ def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | Non
     elif divisor is not None:
         divisor = divisor.reshape(())
     whole = weight * by_class
-    dead = weight == 0 if divisor is None else (weight == 0) | (divisor == 0)
+    excluded = weight == 0 if divisor is None else (weight == 0) | (divisor == 0)
     if invalid is not None:
         weight = mx.where(invalid, mx.nan, weight)
-        dead = dead & ~invalid
+        excluded = excluded & ~invalid
     scale = weight
     varies = options.reduction == "mean" or options.heads is not None or options.sample_weight is not None
     if dtype == mx.float16 and options.reduction != "none" and varies:
@@ -177,8 +177,8 @@ def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | Non
         scale = weight / size
         deferred = size if divisor is None else mx.where(divisor == 0, 0, size / divisor)
     elif divisor is not None:  # 1/D would be infinite if D is below the normal numbers
-        scale = mx.where(dead, 0, weight / mx.where(divisor == 0, 1, divisor))
-    return {"weight": weight, "scale": scale, "dead": dead, "deferred": deferred, "divisor": divisor}
+        scale = mx.where(excluded, 0, weight / mx.where(divisor == 0, 1, divisor))
+    return {"weight": weight, "scale": scale, "excluded": excluded, "deferred": deferred, "divisor": divisor}
 
 
 def _support(target: Allowed, shape: tuple[int, ...], vocabulary: int, each: _Each) -> tuple[Allowed, mx.array]:

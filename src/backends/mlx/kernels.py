@@ -3,7 +3,7 @@
 A row kernel is a module with two functions of an (R, V) block of raw logits with R, V >= 1, of any strides:
 
 - ``forward(logits, facts, asked)`` computes the results that `asked` names: "loss" and others. If the call has
-  statistics, those of dead rows are needed too.
+  statistics, those of excluded rows are needed too.
 - ``backward(logits, facts, norm)`` computes the gradient (R, V) of a block from the result norm (R, 2), for the present
   `scale` of the facts.
 
@@ -60,7 +60,7 @@ class Facts:
     """(R,) a_i; NaN if the row is invalid, so that its loss is NaN."""
     scale: mx.array
     """(R,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
-    dead: mx.array
+    excluded: mx.array
     """(R,) bool: rows whose loss and gradient are exactly 0, even if their logits are NaN."""
     ignored: mx.array
     """(R,) bool: rows without a target; of a divergence, rows with weight 0."""
@@ -91,8 +91,8 @@ class Facts:
     """(R, K): its log-probabilities."""
     target_logits: mx.array | None = None
     """(R,) raw logits of the targets, which replace those in the block, because these were rounded to its dtype."""
-    dead_are_finite: bool = False
-    """Whether the logits of dead rows are known to be finite, so that a gradient factor of 0 makes their gradient 0."""
+    excluded_are_finite: bool = False
+    """Whether the logits of excluded rows are known to be finite: then a factor of 0 makes their gradient 0."""
     whole_call: bool = False
     """Whether the block is the whole call. Its gradient should then be the only array of its size."""
     upstream: Mapping[str, mx.array] = field(default_factory=dict)
@@ -128,9 +128,9 @@ class Facts:
         return self.row_activation is not None or _differs(self.call.activation.logit_scale, 1)
 
     @property
-    def idle(self) -> mx.array:
+    def skippable(self) -> mx.array:
         """(R,) bool: rows of which nothing is computed. Every row with a target has statistics, even with weight 0."""
-        return self.ignored if self.call.options.stats else self.dead
+        return self.ignored if self.call.options.stats else self.excluded
 
     def number(self, name: str) -> mx.array:
         """Return the value of an option, 0-d."""
@@ -170,7 +170,7 @@ Results = dict[str, mx.array]
 - log_sum_sq_probs: (R,) log sum_c p_c^2.
 - mean_logit: (R,) the mean of x_c over classes.
 
-Only loss and grad must be 0 in dead rows; the driver masks the others.
+Only loss and grad must be 0 in excluded rows; the driver masks the others.
 """
 
 
@@ -242,7 +242,7 @@ def finish(sums: Sums, facts: Facts) -> Results:
         loss = loss + facts.number("spread") * sums.classes
     if facts.squares:
         loss = loss + facts.number("z_loss") * mx.square(sums.peak + sums.log_sum)
-    loss = mx.where(facts.dead, 0, facts.weight * loss)
+    loss = mx.where(facts.excluded, 0, facts.weight * loss)
     return {"loss": loss, "norm": mx.stack([sums.peak, sums.log_sum], axis=-1), **sums.statistics}
 
 

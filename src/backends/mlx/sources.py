@@ -113,8 +113,8 @@ class Gradients:
         step = vocabulary if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
         self._slices = [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
 
-    def add(self, grad: mx.array, rows: mx.array, dead: mx.array) -> list[mx.array]:
-        """Add a part: gradient of logits (R, V), hidden states (R, D), dead rows (R,). Return the computed arrays."""
+    def add(self, grad: mx.array, rows: mx.array, excluded: mx.array) -> list[mx.array]:
+        """Add a part: gradient of logits (R, V), hidden states (R, D), excluded rows (R,). Return what it computed."""
         if self._classifier is None:
             self._rows.append(grad)
             return [grad]
@@ -122,13 +122,13 @@ class Gradients:
         if "input" in self._needs:
             weight: Any = self._classifier
             part = _quantized(weight, grad, False) if isinstance(weight, QuantizedWeight) else grad @ weight
-            part = mx.where(dead[:, None], 0, part)
+            part = mx.where(excluded[:, None], 0, part)
             # Before the upstream gradient is multiplied in, float16 could overflow.
             self._rows.append(part.astype(mx.float32) if part.dtype == mx.float16 else part)
             made.append(self._rows[-1])
         if "weight" in self._needs:
-            # NaN in hidden states of dead rows must not reach the gradient of the weight as 0 * NaN.
-            self._add_to_weight(grad, mx.where(dead[:, None], 0, rows))
+            # NaN in hidden states of excluded rows must not reach the gradient of the weight as 0 * NaN.
+            self._add_to_weight(grad, mx.where(excluded[:, None], 0, rows))
             made += self.of_weight
         if "bias" in self._needs:
             part = grad.astype(accumulation_dtype(rows.dtype)).sum(0)
@@ -181,13 +181,13 @@ class Loaded(NamedTuple):
 class Logits:
     """The logits of N rows."""
 
-    def __init__(self, source: Source, idle: mx.array | None, exact: bool, target: mx.array | None) -> None:
-        """`idle` rows (N,) are read as 0; None if all are read. `target` has the classes of the rows, if there are any.
+    def __init__(self, source: Source, skippable: mx.array | None, exact: bool, target: mx.array | None) -> None:
+        """`skippable` rows (N,) are read as 0; None if all are read. `target` has the rows' classes, if there are any.
 
         `exact` says whether products are float32 or float64.
         """
         array: mx.array = source.logits if isinstance(source, Given) else source.input
-        self._source, self._exact, self._idle = source, exact, idle
+        self._source, self._exact, self._skippable = source, exact, skippable
         self._rows = array.reshape(-1, array.shape[-1])
         # The rounding of the target's logit would be most of the error of the loss.
         self._target = None if exact or array.dtype.size >= 4 else target
@@ -197,7 +197,7 @@ class Logits:
         # All rows are the array itself, whose memory MLX can reuse then.
         rows = self._rows if part.stop - part.start == len(self._rows) else self._rows[part]
         rows = mx.depends(rows, tie) if tie else rows
-        rows = rows if self._idle is None else mx.where(self._idle[part, None], 0, rows)
+        rows = rows if self._skippable is None else mx.where(self._skippable[part, None], 0, rows)
         source = self._source
         if isinstance(source, Given):
             return Loaded(rows, rows)

@@ -48,9 +48,9 @@ __all__ = [
     "Block",
     "Part",
     "Schedule",
+    "Selected",
     "Setting",
     "Steps",
-    "Taken",
     "Upstream",
     "columns",
     "exact",
@@ -138,19 +138,19 @@ class Schedule:
         self.count = setting.count
         """The number of rows to compute; an upper bound until the host knows it."""
         on_cuda = device == "cuda" and setting.count > step and not torch.cuda.is_current_stream_capturing()
-        idle = steps.idle() if skips and (on_cuda or device == "cpu") else None
-        if idle is None:
+        skippable = steps.skippable() if skips and (on_cuda or device == "cpu") else None
+        if skippable is None:
             return
         if on_cuda:
             on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-            on_host.copy_((~idle).sum(), non_blocking=True)
+            on_host.copy_((~skippable).sum(), non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._awaited = on_host, event
         else:
-            self.count -= int(idle.sum())
+            self.count -= int(skippable.sum())
         if on_cuda or self.count < self._all:
-            self._order = idle.argsort(stable=True)
+            self._order = skippable.argsort(stable=True)
 
     @property
     def rows(self) -> int:
@@ -200,7 +200,7 @@ class Block(NamedTuple):
     """(R, C) raw logits of a `Dense` teacher, of any float dtype."""
 
 
-class Taken(NamedTuple):
+class Selected(NamedTuple):
     """Hidden states (R, D) of a part, in the compute dtype."""
 
     hidden: Tensor
@@ -214,7 +214,7 @@ class Steps(Protocol):
     """The rows of one call on a device, their results, and the steps between logits and results."""
 
     deferred: Tensor | None
-    """0-d: what gradients of a `narrow` forward pass still have to be multiplied by; None for 1."""
+    """0-d: what gradients of a `in_float16` forward pass still have to be multiplied by; None for 1."""
     takes_any_strides: bool = False
     """Whether blocks of given logits may be (..., C) of any strides."""
     overlays: bool = False
@@ -226,13 +226,13 @@ class Steps(Protocol):
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
 
-    def idle(self) -> Tensor | None:
+    def skippable(self) -> Tensor | None:
         """Return which rows (N,) bool need no work, so that their results are 0 and the loop leaves them out.
 
         None if the host knows that there are none. Never called on an accelerator while a graph is traced or captured.
         """
 
-    def take(self, source: Any, part: Part) -> Taken:
+    def select(self, source: Any, part: Part) -> Selected:
         """Gather the hidden states of a part, and compute the logits of its targets on this rank.
 
         `source` is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden states themselves in a
@@ -248,11 +248,11 @@ class Steps(Protocol):
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums of a block to `sums` (K, R) of its rows, or with `adds` merge them into it. C may be 0."""
 
-    def fold_product(self, source: Any, taken: Taken, part: Part, sums: Tensor) -> bool:
+    def fold_product(self, source: Any, selected: Selected, part: Part, sums: Tensor) -> bool:
         """Write all sums (K, R) of a part from its hidden states, without storing logits. False if a device cannot."""
         return False
 
-    def gradient_product(self, source: Any, taken: Taken, part: Part, coefficients: Any, grad: Tensor) -> bool:
+    def gradient_product(self, source: Any, selected: Selected, part: Part, coefficients: Any, grad: Tensor) -> bool:
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
         return False
 

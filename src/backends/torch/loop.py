@@ -184,11 +184,11 @@ def _fold(setting: Setting, source: Stored, loaded: Loaded, count: int) -> Any:
 
 def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums: Any, saved: Tensor | None) -> None:
     """Wait for the sums of a part, finish its rows, and compute its gradient if it is wanted."""
-    landed = sums if isinstance(sums, Tensor) else sums.land()
+    arrived = sums if isinstance(sums, Tensor) else sums.wait()
     if isinstance(setting.call.target, Dense):
-        steps.meet(landed)
-        landed = _fold(setting, source, loaded, 2).land()
-    coefficients = steps.finish(landed, loaded.part, source.wanted, saved)
+        steps.meet(arrived)
+        arrived = _fold(setting, source, loaded, 2).wait()
+    coefficients = steps.finish(arrived, loaded.part, source.wanted, saved)
     if source.wanted:
         source.differentiate(loaded, coefficients)
         source.add(loaded)
@@ -231,7 +231,7 @@ def _probability_gradient(setting: Setting) -> Tensor:
     flat, class_weight = grad.view(-1, given.shape[-1]), 1.0 if facts.class_weight is None else facts.class_weight
     for start, z in _logits(setting):
         some = facts.rows(slice(start, start + len(z)))
-        factor = masked(some.scale, some.dead, 0)
+        factor = masked(some.scale, some.excluded, 0)
         scales = factor[:, None] * (1 - options.label_smoothing) * class_weight
         if some.upstream.nll is not None:
             scales = scales + some.upstream.nll[:, None]

@@ -88,7 +88,7 @@ class Classifier:
         if bias is not None:
             out.add_(bias)
 
-    def take(self, part: Part) -> Tensor:
+    def select(self, part: Part) -> Tensor:
         """Return the hidden states (R, D) of a part in the compute dtype."""
         return cast(self.hidden[part.indices], self.compute)
 

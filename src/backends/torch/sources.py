@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Part, Schedule, Setting, Steps, Taken, exact, wide
+from xent.backends.torch.contract import Block, Part, Schedule, Selected, Setting, Steps, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
 from xent.backends.torch.portable.rows import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
@@ -28,7 +28,7 @@ class Loaded:
     """A part that is being computed."""
 
     part: Part
-    taken: Taken | None = None
+    selected: Selected | None = None
     logits: Tensor | None = None
     """(R, columns) after the product."""
     grad: Tensor | None = None
@@ -172,7 +172,7 @@ class Computed(Stored):
 
     def load(self, part: Part) -> Loaded:
         """Gather the hidden states of a part. Its logits are computed when they are needed."""
-        return Loaded(part, self._steps.take(self._classifier, part))
+        return Loaded(part, self._steps.select(self._classifier, part))
 
     def _room(self, name: Any, part: Part, dtype: torch.dtype) -> Tensor:
         """Return memory (R, columns) for a part, the same for each part."""
@@ -183,13 +183,13 @@ class Computed(Stored):
 
     def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
         """Yield all rows of a part in one block."""
-        part, taken, width, compute = loaded.part, loaded.taken, self._setting.width, self._setting.compute
-        assert taken is not None
+        part, selected, width, compute = loaded.part, loaded.selected, self._setting.width, self._setting.compute
+        assert selected is not None
         logits = loaded.logits
         if logits is None:
             logits = loaded.logits = self._room(self._turn, part, self._dtype)
             self._turn = 1 - self._turn if self.overlaps else 0
-            self._classifier.write_logits(taken.hidden, logits)
+            self._classifier.write_logits(selected.hidden, logits)
         grad = None
         if self.wanted:
             if self._dtype == compute:
@@ -200,33 +200,33 @@ class Computed(Stored):
                 loaded.grad = self._room("grad", part, compute)
             grad = loaded.grad[:, :width]
         teacher = None if self._teacher is None else self._teacher.block(part, 0, part.stop - part.start)
-        yield Block(logits[:, :width], 0, 0, grad, taken.target_logits, teacher)
+        yield Block(logits[:, :width], 0, 0, grad, selected.target_logits, teacher)
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:
         """Fold the logits of a part: from registers, from tiles that are overwritten, or from memory."""
-        steps, source, part, taken = self._steps, self._classifier, loaded.part, loaded.taken
-        assert taken is not None
+        steps, source, part, selected = self._steps, self._classifier, loaded.part, loaded.selected
+        assert selected is not None
         if not self.tiles:
             super().fold(loaded, sums)
-        elif not steps.fold_product(source, taken, part, sums):
+        elif not steps.fold_product(source, selected, part, sums):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
-            fold_tiles(steps, source, taken, part, sums, dtype, self._given.workspace)
+            fold_tiles(steps, source, selected, part, sums, dtype, self._given.workspace)
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
         if loaded.logits is None:
             loaded.grad = self._room("grad", loaded.part, self._setting.compute)
-            arguments: Any = (self._classifier, loaded.taken, loaded.part, coefficients, loaded.grad)
+            arguments: Any = (self._classifier, loaded.selected, loaded.part, coefficients, loaded.grad)
             if self._steps.gradient_product(*arguments):
                 return
         super().differentiate(loaded, coefficients)
 
     def add(self, loaded: Loaded) -> None:
         """Multiply the gradient of a part's logits into the gradients of hidden states and classifier."""
-        part, taken, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.taken, loaded.grad, self._made
+        part, selected, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.selected, loaded.grad, self._made
         if grad is None:
             return
-        assert taken is not None
+        assert selected is not None
         if grad.shape[1] > self._setting.width:  # a row of NaN hidden states has NaN there, and an overlaid one logits
             grad[:, self._setting.width :] = 0
         if of_input is not None:
@@ -237,7 +237,7 @@ class Computed(Stored):
         if part.last:
             self._send()
         if of_weight is not None:
-            of_weight.add(grad.t(), taken.trained)
+            of_weight.add(grad.t(), selected.trained)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=of_bias.dtype)
 
@@ -255,7 +255,7 @@ class Computed(Stored):
         made, given = self._arriving, self._given
         _, of_weight, of_bias = self._made
         if made is not None:
-            made = (made if self._tokens is None else self._tokens.mine(made.land())).reshape(given.input.shape)
+            made = (made if self._tokens is None else self._tokens.own(made.wait())).reshape(given.input.shape)
         return [
             made,
             None if of_weight is None else self._fitted(of_weight.result()),
@@ -291,7 +291,7 @@ class Logits:
             source, rows = self._classifier, part.stop - part.start
             if self._part is None:  # the first part is the largest
                 self._room = torch.empty(rows, source.columns, dtype=self._dtype, device=source.hidden.device)
-            source.write_logits(source.take(part), self._room[:rows])
+            source.write_logits(source.select(part), self._room[:rows])
             self._part = part
         return self._room[start:stop, : self._classifier.classes]
 
@@ -320,21 +320,21 @@ def _rows_of(setting: Setting, columns: int, size: int, workspace: int | None) -
 def fold_tiles(
     steps: Steps,
     source: Classifier,
-    taken: Taken,
+    selected: Selected,
     part: Part,
     sums: Tensor,
     dtype: torch.dtype,
     workspace: int | None,
 ) -> None:
     """Write all sums of a part from tiles of logits, which are overwritten."""
-    rows, tile = tile_shape(len(taken.hidden), source.classes, dtype.itemsize, workspace)
-    room = torch.empty(rows * tile, dtype=dtype, device=taken.hidden.device)
-    for start in range(0, len(taken.hidden), rows):
-        some = slice(start, min(start + rows, len(taken.hidden)))
-        targets = None if taken.target_logits is None else taken.target_logits[some]
+    rows, tile = tile_shape(len(selected.hidden), source.classes, dtype.itemsize, workspace)
+    room = torch.empty(rows * tile, dtype=dtype, device=selected.hidden.device)
+    for start in range(0, len(selected.hidden), rows):
+        some = slice(start, min(start + rows, len(selected.hidden)))
+        targets = None if selected.target_logits is None else selected.target_logits[some]
         for first in range(0, source.classes, tile):
             classes = slice(first, min(first + tile, source.classes))
             shape = some.stop - start, classes.stop - first
             logits = room[: shape[0] * shape[1]].view(shape)
-            source.write_logits(taken.hidden[some], logits, classes)
+            source.write_logits(selected.hidden[some], logits, classes)
             steps.fold(Block(logits, start, first, None, targets), part, sums[:, some], first > 0)

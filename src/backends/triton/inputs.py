@@ -49,7 +49,7 @@ class Inputs:
         self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, z_loss, *activation)
         given = [None if one is None else one.expand(self.count).contiguous() for one in upstream or ()]
         self.upstreams = Upstreams(*given)
-        statistics, tilted = any(one is not None for one in given[1:]), self.upstreams.entropy is not None
+        statistics, of_entropy = any(one is not None for one in given[1:]), self.upstreams.entropy is not None
         self.stats = stats = options.stats if upstream is None else ()
         """The statistics that are computed."""
         self.way = Way(
@@ -59,8 +59,8 @@ class Inputs:
             z_loss=isinstance(values[1], Tensor) or z_loss != 0,
             all_rows=bool(stats) or statistics,
             statistics=statistics,
-            tilted=tilted,
-            entropy=tilted or "entropy" in stats,
+            of_entropy=of_entropy,
+            entropy=of_entropy or "entropy" in stats,
             squared="log_sum_sq_probs" in stats,
             averaged="mean_logit" in stats,
             predicted="predictions" in stats or "accuracy" in stats,
@@ -80,17 +80,17 @@ class Inputs:
         """() int64: the number of rows with a target; None if no statistic needs it."""
         if "count" in stats or "accuracy" in stats:
             self.counted = torch.empty((), dtype=torch.int64, device=self.device)
-        if self.mean or setting.narrow or self.counted is not None:
+        if self.mean or setting.in_float16 or self.counted is not None:
             self.rows = self.rows._replace(divisor=self._divisor())
 
     def _divisor(self) -> Tensor:
         """Return `Rows.divisor`. The same launch writes `counted`."""
-        rows, narrow, shards = self.rows, self.setting.narrow, self.setting.call.shards
+        rows, in_float16, shards = self.rows, self.setting.in_float16, self.setting.call.shards
         normalizer = self.options.normalizer if self.mean else 1.0
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=self.device)
         weight = rows.class_weight if self.limit != _NO_LIMIT else None
-        if shards is not None and weight is not None and (narrow or normalizer is None):
+        if shards is not None and weight is not None and (in_float16 or normalizer is None):
             found = weights_of(weight, cast(rows.target, torch.int64), shards)
             rows = rows._replace(sample_weight=found if rows.sample_weight is None else found * rows.sample_weight)
         rows = rows._replace(class_weight=weight if shards is None else None)
@@ -100,7 +100,7 @@ class Inputs:
             divisor_kernel,
             1,
             (rows, normalizer, made, self.counted, self.count, self.ignore_index, self.limit),
-            {"NARROW": narrow, "BLOCK": block},
+            {"FLOAT16": in_float16, "BLOCK": block},
             num_warps=4 if self.count <= 1024 else 16,
         )
         return made

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     """() float32: the sum of the class weights of this rank."""
     divisor: Any = None
     """(3,) float32: the divisor D, what gradients of rows are divided by (0 if D is 0), and the remaining factor of
-    narrow gradients. None if D is 1."""
+    in_float16 gradients. None if D is 1."""
     temperature: Any = None
     numbers: Any = None
     """(4,) float32: label smoothing, z-loss, softcap and logit scale, if one of them is a tensor; they replace
@@ -126,7 +126,7 @@ class Way(NamedTuple):
     """Whether rows with weight 0 are computed, for statistics or gradients of these."""
     statistics: bool
     """Whether there are upstream gradients of statistics,"""
-    tilted: bool
+    of_entropy: bool
     """and among them one of the entropy."""
     entropy: bool = False
     """Which sums a fold computes besides that of exponentials: of e log2 e,"""

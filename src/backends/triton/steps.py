@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Setting, Steps, Taken
+from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Selected, Setting, Steps
 from xent.backends.torch.memory import cast, is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import targets
@@ -19,7 +19,7 @@ from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.fold import fold_kernel
 from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel, rows_kernel
-from xent.backends.triton.kernels.sums import finish_kernel, scale_kernel, take_kernel
+from xent.backends.triton.kernels.sums import finish_kernel, scale_kernel, select_kernel
 from xent.backends.triton.launches import Columns, Results, cdiv, is_interpreted, launch, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
 from xent.core.call import Allowed, Classes, Dense, Probabilities, TopK
@@ -44,7 +44,7 @@ class TritonSteps(Inputs):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.fuses = setting.call.shards is None
-        self.deferred: Tensor | None = self.rows.divisor[2] if setting.narrow else None
+        self.deferred: Tensor | None = self.rows.divisor[2] if setting.in_float16 else None
         self.saves = isinstance(setting.call.target, Classes)
         self._skips = False
 
@@ -59,20 +59,20 @@ class TritonSteps(Inputs):
                 made[name] = one.fill_(fill) if self._skips else one
         return Results(**made)
 
-    def idle(self) -> Tensor:
+    def skippable(self) -> Tensor:
         """Return the rows to leave out, whose results are set before."""
         ids, weight = self.rows.target, self.rows.sample_weight
-        idle = torch.zeros(self.count, dtype=torch.bool, device=self.device)
-        valid = ~idle
+        skippable = torch.zeros(self.count, dtype=torch.bool, device=self.device)
+        valid = ~skippable
         if ids is not None:
             ids = cast(ids, torch.int64)
-            idle, valid = ids == self.ignore_index, (ids >= 0) & (ids < self.limit)
+            skippable, valid = ids == self.ignore_index, (ids >= 0) & (ids < self.limit)
         if weight is not None and not self.way.all_rows:
-            idle |= (weight == 0) & valid
+            skippable |= (weight == 0) & valid
         self._skips = True
-        return idle
+        return skippable
 
-    def take(self, source: Any, part: Part) -> Taken:
+    def select(self, source: Any, part: Part) -> Selected:
         """Return the hidden states of a part and its target logits, in one launch."""
         target, (rows, start) = self.setting.call.target, self.rows_of(part)
         count, hidden, weight, bias = part.stop - part.start, source.hidden, source.weight, source.bias
@@ -82,7 +82,7 @@ class TritonSteps(Inputs):
         trained = torch.empty(count, size, dtype=source.compute, device=self.device) if source.needs[1] else None
         if count and (rounded or trained is not None):
             launch(
-                take_kernel,
+                select_kernel,
                 count,
                 (
                     *(hidden, *hidden.stride(), weight, *weight.stride(), None if bias is None else bias.contiguous()),
@@ -94,8 +94,8 @@ class TritonSteps(Inputs):
             )
         # Rows without a gradient still have statistics, which need their real hidden states.
         apart = self.stats and (rows.sample_weight is not None or rows.divisor is not None)
-        taken = source.take(part) if trained is None or apart else trained
-        return Taken(taken, taken if trained is None else trained, target_logits)
+        selected = source.select(part) if trained is None or apart else trained
+        return Selected(selected, selected if trained is None else trained, target_logits)
 
     @cached_property
     def given(self) -> tuple[Any, ...]:
@@ -116,7 +116,7 @@ class TritonSteps(Inputs):
         shares = not self.way.smoothed and (in_turn or multiprocessors(self.device) >= _LEAST)
         for some in placed(block):
             half, words = some.logits.itemsize == 2, None
-            more = {"exact": not half, "quick": self.quick(half), "folds": half and not self.way.tilted}
+            more = {"exact": not half, "quick": self.quick(half), "folds": half and not self.way.of_entropy}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
                 saved, size = None, min(next_power_of_2(width), _GIVEN_BLOCK)
                 way, share, options = in_blocks(width, some, self.way, size, max(size // 256, 1), **more)

@@ -51,11 +51,11 @@ def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
     """Record a multiplication or division by a number. After tanh it must stay a softcap, which is positive."""
     if type(factor) not in (int, float) or not math.isfinite(factor) or factor == 0:
         return None
-    times, said = (1 / factor, "divided") if function in _DIVIDES else (factor, "multiplied")
+    times, applied = (1 / factor, "divided") if function in _DIVIDES else (factor, "multiplied")
     softcap = recipe.softcap and recipe.softcap * times
     if softcap is not None and softcap <= 0:
         return None
-    steps = (*recipe.steps, f"{said} by {factor}")
+    steps = (*recipe.steps, f"{applied} by {factor}")
     return replace(recipe, scale=recipe.scale * times, softcap=softcap, steps=steps), function(like, factor)
 
 
@@ -79,7 +79,7 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
             return None
         hidden = recipe.hidden + tuple([each * theirs.scale for each in theirs.hidden])
         added = {name: getattr(recipe, name) + getattr(theirs, name) for name in ("weights", "origins", "calls")}
-        recipe, said, term = replace(recipe, hidden=hidden, **added), "1 more product added (LoRA)", like
+        recipe, applied, term = replace(recipe, hidden=hidden, **added), "1 more product added (LoRA)", like
     else:
         kinds = (recipe.hidden[0].dtype,) if recipe.autocast is None else (recipe.dtype, torch.float32)
         fits = other.ndim <= like.ndim and other.shape[-1:] == recipe.size[-1:] and other.numel() == recipe.size[-1]
@@ -87,8 +87,8 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
         if not fits or not plain or other.dtype not in kinds:
             return None
         recipe = replace(recipe, offset=other, origins=(*recipe.origins, origin("weights", other)))
-        said, term = "a number for each class added", torch.empty_like(other, device="meta")
-    return replace(recipe, steps=(*recipe.steps, said)), function(like, term)
+        applied, term = "a number for each class added", torch.empty_like(other, device="meta")
+    return replace(recipe, steps=(*recipe.steps, applied)), function(like, term)
 
 
 def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:

@@ -116,11 +116,11 @@ class History:
             return
         self._warned = True
         compiled = True in self.last and self.last[True].compiled
-        said = f"training this {self.name} takes the memory of its logits, as without xent"
-        said = "this compiled training step takes the memory of its logits, as without xent" if compiled else said
-        said = f"training this {self.name} is not using xent" if unused else said
+        message = f"training this {self.name} takes the memory of its logits, as without xent"
+        message = "this compiled training step takes the memory of its logits, as without xent" if compiled else message
+        message = f"training this {self.name} is not using xent" if unused else message
         details = "For details, print(xent.integrations.transformers.explain(model))"
-        warnings.warn(f"{said}: {reason}. {details}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{message}: {reason}. {details}", RuntimeWarning, stacklevel=2)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -136,13 +136,13 @@ def begin_call(key: int, training: bool, compiled: bool, computed: str | None) -
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note(call: int, what: str, said: str) -> int:
+def note(call: int, what: str, message: str) -> int:
     """Record what is known of a call, "fused" or "computed". Warn in training if it is not fused."""
     last = _by_key.get(call)
     if last is not None:
-        setattr(last, what, said)
+        setattr(last, what, message)
         if last.training and last.fused is None:
-            last.history.warn(said)
+            last.history.warn(message)
     return 0
 
 

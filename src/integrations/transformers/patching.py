@@ -374,7 +374,7 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
         if input.is_inference():
             input = input.clone()  # no version counter would count a write to it
     caller, autocast = _caller(head, weight), autocast_dtype(input.device.type)
-    said = ("the classes stay in shards",) * in_shards(weight) + ("the head's bias added",) * (bias is not None)
+    added = ("the classes stay in shards",) * in_shards(weight) + ("the head's bias added",) * (bias is not None)
     size = (*input.shape[:-1], getattr(weight, "ds_shape", weight.shape)[0])
     return defer(
         Recipe(
@@ -391,7 +391,7 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
             autocast or input.dtype,
             autocast,
             caller,
-            steps=said,
+            steps=added,
             placement=weight.placements[0] if in_shards(weight) and head.xent_plan is None else None,
         )
     )

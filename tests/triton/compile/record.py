@@ -79,7 +79,7 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(TritonBackend, "missing", None))
         stack.enter_context(patch.object(machine, "DEVICES", ("cpu",)))
-        stack.enter_context(patch.object(steps.TritonSteps, "idle", lambda self: torch.zeros(self.count)))
+        stack.enter_context(patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.count)))
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
             if module is not launches:

@@ -116,8 +116,8 @@ class TeacherRows:
         derivative *= (facts.scale * facts.activation.logit_scale)[:, None]
         if self._slope is not None:
             derivative *= self._slope
-        if facts.dead is not None:
-            derivative.masked_fill_(facts.dead[:, None], 0)
+        if facts.excluded is not None:
+            derivative.masked_fill_(facts.excluded[:, None], 0)
         grad.copy_(derivative)
 
 

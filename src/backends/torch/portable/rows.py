@@ -53,7 +53,7 @@ _FIRST = 1024  # classes whose largest logit becomes the peak
 _LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most 11.1 above the peak
 _LOWEST = -1000.0  # e^x is 0 far above; 0 times infinity would be NaN
 
-_OF_ROWS = ("target", "ids", "log_probs", "begin", "end", "order", "weight", "scale", "ignored", "invalid", "dead")
+_OF_ROWS = ("target", "ids", "log_probs", "begin", "end", "order", "weight", "scale", "ignored", "invalid", "excluded")
 
 
 class Facts:
@@ -80,10 +80,10 @@ class Facts:
     """(N,) bool: rows without a target; None if it is known that there are none, as below."""
     invalid: Tensor | None = None
     """(N,) bool: rows with a target that is no class, whose loss and gradient are NaN."""
-    dead: Tensor | None = None
+    excluded: Tensor | None = None
     """(N,) bool: rows whose loss and gradient are exactly 0."""
     deferred: Tensor | None = None
-    """0-d: what the gradients of a narrow call still have to be multiplied by."""
+    """0-d: what the gradients of a in_float16 call still have to be multiplied by."""
     upstream = Upstream()
     """The upstream gradients of the statistics, (N,) each."""
 
@@ -116,7 +116,7 @@ class Facts:
         whole = weight
         if options.weight is not None:
             self.class_weight = class_weight = options.weight.to(dtype)
-            if self.target is not None and (setting.narrow or (mean and divisor is None)):
+            if self.target is not None and (setting.in_float16 or (mean and divisor is None)):
                 alike, whole = False, weight * weights_of(class_weight, self.target, call.shards)
         if alike and self.ignored is self.invalid is None:
             divisor = count  # each row weighs 1: fewer operations
@@ -130,8 +130,8 @@ class Facts:
         self.scale: Tensor = self.weight / cast(Any, divisor) if mean else self.weight
         """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
         if divisor is not count:
-            self.dead = some(self.scale == 0)
-        if setting.narrow:
+            self.excluded = some(self.scale == 0)
+        if setting.in_float16:
             # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
             # weights they could overflow. So the stored gradients have row factors of at most 1.
             size = F.pad(whole.abs().nan_to_num(), (0, 1)).amax()
@@ -142,7 +142,7 @@ class Facts:
             upstream = [None if one is None else masked(one.to(dtype), self.invalid, torch.nan) for one in given[1:]]
             if upstream != [None] * 3:
                 # Rows with weight 0 in the loss still have statistics, which have gradients.
-                self.scale, self.dead = masked(self.scale, self.dead, 0), self.ignored
+                self.scale, self.excluded = masked(self.scale, self.excluded, 0), self.ignored
                 self.upstream = Upstream(None, *upstream)
 
     def rows(self, index: Index) -> "Facts":
@@ -234,7 +234,7 @@ def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
     if shards is not None:
         from xent.backends.torch.shards.collectives import add_up
 
-        found = add_up(found, shards.group).land()
+        found = add_up(found, shards.group).wait()
     return found
 
 

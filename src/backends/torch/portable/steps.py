@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken, smooths
+from xent.backends.torch.contract import STEPS, Block, Part, Selected, Setting, Steps, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
@@ -51,21 +51,21 @@ class PortableSteps(Facts, Steps):
         self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
 
-    def idle(self) -> Tensor | None:
+    def skippable(self) -> Tensor | None:
         """Return the rows to leave out. With statistics every row with a target is computed."""
-        return self.ignored if self.setting.call.options.stats and self.setting.upstream is None else self.dead
+        return self.ignored if self.setting.call.options.stats and self.setting.upstream is None else self.excluded
 
-    def take(self, source: Any, part: Part) -> Taken:
+    def select(self, source: Any, part: Part) -> Selected:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
-        facts, setting, hidden, found = self.rows(part.indices), self.setting, source.take(part), None
-        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[:, None], 0)
+        facts, setting, hidden, found = self.rows(part.indices), self.setting, source.select(part), None
+        trained = hidden if facts.excluded is None else hidden.masked_fill(facts.excluded[:, None], 0)
         if facts.target is not None and source.compute.itemsize == 2 and setting.width:
             local = facts.target - setting.first
             place = local.clamp(0, setting.width - 1)
             found = (hidden.float() * source.weight[place].float()).sum(-1)
             found = found if source.bias is None else found + source.bias[place]
             found = found.masked_fill(local != place, 0)
-        return Taken(hidden, trained, found)
+        return Selected(hidden, trained, found)
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Fold and finish rows, and write their gradients from the exponentials of the fold."""
@@ -145,7 +145,7 @@ class PortableSteps(Facts, Steps):
         values, summed = recorded[name], name in ("loss", "z_loss")
         if name == "nll":
             values = masked(values, self.invalid, torch.nan)
-        absent = self.dead if summed else self.ignored
+        absent = self.excluded if summed else self.ignored
         if absent is not None:
             values = values.masked_fill(absent, -1 if name == "predictions" else 0)
         return values.sum() / self.divisor if summed and options.reduction != "none" else values
@@ -243,7 +243,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[st
         facts.setting.call.options,
         facts.activation,
         facts.setting.call.options.stats,
-        facts.dead,
+        facts.excluded,
     )
     peak, rest, smoothing, z_loss = sums["peak"], sums["rest"], options.label_smoothing, options.z_loss
     spread, is_class, regular = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)

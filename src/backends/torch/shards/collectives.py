@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xent.core.call import Shards
 
-__all__ = ["Flight", "Tokens", "add_up", "gather", "tokens_of"]
+__all__ = ["Pending", "Tokens", "add_up", "gather", "tokens_of"]
 
 # PyTorch 2.13 renamed them and warns about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,7 +25,7 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 _reduce: Any = dist.all_reduce
 
 
-class Flight(NamedTuple):
+class Pending(NamedTuple):
     """A collective that has been started."""
 
     result: Tensor
@@ -33,29 +33,29 @@ class Flight(NamedTuple):
     source: Tensor | None = None
     """The tensor that is sent. Its memory must stay allocated until the collective is done."""
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the collective and return its result."""
         if self.work is not None:
             self.work.wait()
         return self.result
 
 
-def gather(values: Tensor, group: Any) -> Flight:
+def gather(values: Tensor, group: Any) -> Pending:
     """Gather the contiguous `values` of every rank into (ranks, *shape)."""
     out = values.new_empty((group.size(), *values.shape))
     if not values.numel():
-        return Flight(out)
-    return Flight(out, _gather(out.flatten(0, 1), values, group=group, async_op=True), values)
+        return Pending(out)
+    return Pending(out, _gather(out.flatten(0, 1), values, group=group, async_op=True), values)
 
 
-def add_up(values: Tensor, group: Any) -> Flight:
+def add_up(values: Tensor, group: Any) -> Pending:
     """Sum the contiguous `values` over all ranks, in place.
 
     If at most one rank has a nonzero value for an element, the sum has the same bits on every rank, in any order.
     """
     if group is None or not values.numel():
-        return Flight(values)
-    return Flight(values, _reduce(values, group=group, async_op=True), values)
+        return Pending(values)
+    return Pending(values, _reduce(values, group=group, async_op=True), values)
 
 
 class Tokens(NamedTuple):
@@ -74,10 +74,10 @@ class Tokens(NamedTuple):
         """Return the hidden states of all tokens."""
         if self.axis is None:
             return source
-        pieces = gather(self._cut(source, 1), self.group).land()
+        pieces = gather(self._cut(source, 1), self.group).wait()
         return pieces.flatten(0, 1)[: self.length].movedim(0, self.axis)
 
-    def summed(self, grad: Tensor) -> Flight:
+    def summed(self, grad: Tensor) -> Pending:
         """Start the sum over ranks of `grad`, the contiguous gradient of all tokens, which may be overwritten."""
         if self.axis is None:
             return add_up(grad, self.group)
@@ -85,9 +85,9 @@ class Tokens(NamedTuple):
         shape[self.axis] = self.length
         pieces = self._cut(grad.view(shape), ranks)
         out = pieces.new_empty(len(pieces) // ranks, *pieces.shape[1:])
-        return Flight(out, _scatter(out, pieces, group=self.group, async_op=True) if out.numel() else None, pieces)
+        return Pending(out, _scatter(out, pieces, group=self.group, async_op=True) if out.numel() else None, pieces)
 
-    def mine(self, summed: Tensor) -> Tensor:
+    def own(self, summed: Tensor) -> Tensor:
         """Return the result of `summed` in the shape of this rank's hidden states."""
         if self.axis is None:
             return summed.view(self.shape)

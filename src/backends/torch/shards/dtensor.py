@@ -89,15 +89,15 @@ class _Cut:
         self._first = min(self._group.rank() * step, self.classes)
         self._count = min(step, self.classes - self._first)
         given = arguments.get("vocab_parallel")
-        said = given if isinstance(given, VocabParallel) else VocabParallel(given)
+        parallel = given if isinstance(given, VocabParallel) else VocabParallel(given)
         if given is not None and (
-            group_of(said) is not self._group or said.first is not None or said.sequence_parallel
+            group_of(parallel) is not self._group or parallel.first is not None or parallel.sequence_parallel
         ):
             raise ValueError(
                 "DTensors say themselves where their shards are: leave out vocab_parallel, or, where the classes end "
                 f"in padding, pass xent.VocabParallel(mesh, size=...) with the dimension {self.name} of their mesh"
             )
-        self._size = self.classes if said.size is None else said.size
+        self._size = self.classes if parallel.size is None else parallel.size
 
     def named(self, place: int) -> str:
         """Return the name of a mesh dimension in error messages."""
@@ -132,11 +132,11 @@ class _Cut:
             if any(placement.is_shard(axis) for placement in placements):
                 raise ValueError(f"input must have {whole} whole, got placements {input.placements}")
         self.shard_rows(input, lambda dim: dim - self.lead)
-        mine = placements[self.place]
-        if isinstance(mine, Shard):
-            if mine.dim - self.lead in self.rows.values():
+        placement = placements[self.place]
+        if isinstance(placement, Shard):
+            if placement.dim - self.lead in self.rows.values():
                 raise ValueError(f"input has one axis in shards twice, by placements {input.placements}")
-            return input.to_local(), mine.dim - input.dim(), True
+            return input.to_local(), placement.dim - input.dim(), True
         placements[self.place] = Partial()
         return input.to_local(grad_placements=placements), None, False
 

@@ -70,7 +70,7 @@ def ranges_of(call: Call, count: int, *kind: object) -> tuple[Shards, int]:
         rows = {"target": ids, "sample_weight": options.sample_weight, "temperature": call.activation.temperature}
         for name, values in rows.items():
             if values is not None:
-                _compare(name, gather(values.detach().reshape(-1).contiguous(), group).land())
+                _compare(name, gather(values.detach().reshape(-1).contiguous(), group).wait())
     first = min(first, size)
     return shards._replace(first=first, size=size), min(vocabulary_of(call.source), size - first)
 
@@ -95,7 +95,7 @@ def _named(rank: int) -> Iterator[None]:
 
 
 class _Said(NamedTuple):
-    """What one rank said about its shard."""
+    """What one rank stated about its shard."""
 
     rows: int
     first: int
@@ -118,7 +118,7 @@ def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Sai
     text = repr((_form(call._replace(shards=None)), shards.axis, shards.reduces, kind))
     numbers = torch.tensor([rows, first, size, zlib.crc32(text.encode())]).to(array.device)
     sample = _sample(array if isinstance(call.source, Given) else call.source.weight, first < 0 and size < 0)
-    table = gather(torch.cat((numbers, sample)), shards.group).land().tolist()
+    table = gather(torch.cat((numbers, sample)), shards.group).wait().tolist()
     return [_Said(row[0], row[1], row[2], row[3], row[4:]) for row in table]
 
 
@@ -145,37 +145,37 @@ def _sample(shard: Tensor, wanted: bool) -> Tensor:
 def _agree(table: list[_Said], rank: int) -> tuple[int, int]:
     """Return the first class of this rank and the number of all classes, or raise the same error on all ranks."""
     one, ranks = table[0], len(table)
-    for other, said in enumerate(table):
-        if said.kind != one.kind:
+    for other, stated in enumerate(table):
+        if stated.kind != one.kind:
             raise ValueError(
                 f"all ranks must make the same call: rank {other} differs from rank 0 in options, statistics, dtypes, "
                 "the gradients asked for, the number of rows, the width of hidden states or workspace"
             )
-        if said.size != one.size:
+        if stated.size != one.size:
             raise ValueError(
                 f"vocab_parallel.size must be the same on all ranks: it is {_text(one.size)} on rank 0 and "
-                f"{_text(said.size)} on rank {other}"
+                f"{_text(stated.size)} on rank {other}"
             )
-        if (said.first < 0) != (one.first < 0):
+        if (stated.first < 0) != (one.first < 0):
             raise ValueError(
                 f"either all ranks name vocab_parallel.first or none: it is {_text(one.first)} on rank 0 and "
-                f"{_text(said.first)} on rank {other}"
+                f"{_text(stated.first)} on rank {other}"
             )
-    if ranks > 1 and one.size > 0 > one.first and all(said.rows >= one.size for said in table):
+    if ranks > 1 and one.size > 0 > one.first and all(stated.rows >= one.size for stated in table):
         raise ValueError(
             f"every rank has {one.rows} classes, and vocab_parallel.size is {one.size}: that is the whole vocabulary "
             f"on each of {ranks} ranks, and not its shards. Pass each rank its rows, or leave out vocab_parallel"
         )
-    if ranks > 1 and len(set(one.sample)) > 1 and all(said == one for said in table):
+    if ranks > 1 and len(set(one.sample)) > 1 and all(stated == one for stated in table):
         raise ValueError(
             f"all {ranks} ranks have the same {one.rows} classes with the same values: is that the whole vocabulary, "
             "or gathered logits, or shards that were drawn with one seed? Pass each rank its own shard; if these are "
             f"shards all the same, say so with xent.VocabParallel(group, size={ranks * one.rows})"
         )
-    firsts = [said.first for said in table]
+    firsts = [stated.first for stated in table]
     if one.first < 0:
-        firsts = [sum(said.rows for said in table[:place]) for place in range(ranks)]
-    stops = [first + said.rows for first, said in zip(firsts, table, strict=True)]
+        firsts = [sum(stated.rows for stated in table[:place]) for place in range(ranks)]
+    stops = [first + stated.rows for first, stated in zip(firsts, table, strict=True)]
     size = max(stops) if one.size < 0 else one.size
     if size == 0:
         raise ValueError("there must be at least one class, got empty shards on all ranks")

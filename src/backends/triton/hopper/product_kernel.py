@@ -13,7 +13,7 @@ from the L2 cache.
 
 Gradients are computed from the coefficients of `finish_kernel`. For a class c other than the target,
 
-    g_c = e^(x_c - m) (factor + tilt log2(e) (x_c - m)) dx_c/dz_c.
+    g_c = e^(x_c - m) (factor + log_factor log2(e) (x_c - m)) dx_c/dz_c.
 """
 
 from triton.experimental import gluon
@@ -48,13 +48,13 @@ def _finite(largest):
 
 
 @gluon.jit
-def _bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x = k tanh(s z / k), or s z, for bend = (s, k), and dx/dz = s (1 - tanh(s z / k)^2), or s.
+def _bent(z, activation, SCALED: gl.constexpr, CAPPED: gl.constexpr):
+    """Return x = k tanh(s z / k), or s z, for activation = (s, k), and dx/dz = s (1 - tanh(s z / k)^2), or s.
 
     The softcap is computed as k - 2k / (1 + e^(2 s z / k)), which is exact enough for 16-bit logits. The slope does not
     cancel.
     """
-    logit_scale, softcap = bend
+    logit_scale, softcap = activation
     x = z
     steep = z
     if SCALED:
@@ -206,7 +206,7 @@ def _fold(m, s, t, x, MORE: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    slots, rest, walk, bend,
+    slots, rest, walk, activation,
     HALF_INDEX: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, WRITES: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """Code of a consumer, four warps: compute one half of the rows of each tile."""
@@ -232,7 +232,7 @@ def _consume(
         m = gl.load(coefficients + row, mask=here, other=0.0)
         factor = gl.load(coefficients + rows + row, mask=here, other=0.0)
         of_target = gl.load(coefficients + 2 * rows + row, mask=here, other=0.0)
-        tilt = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0)
+        log_factor = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0)
         line = out + (first_row + stored_rows).to(gl.int64) * (pitch8 * 8)
         if not WRITES:  # the compiler drops the loads
             m = nothing + float("-inf")
@@ -243,12 +243,12 @@ def _consume(
             c = first + classes
             special = gl.max((((y >= first) & (y < first + CLASSES)) | (y == _DEAD)).to(gl.int32), 0)
             z, turn = _multiply(slots, HALF_INDEX, turn, steps)
-            x, steep = _bent(z, bend, SCALED, CAPPED)
+            x, steep = _bent(z, activation, SCALED, CAPPED)
             if WRITES:
                 e2 = (x - m[:, None]) * LOG2E
                 g = gl.exp2(e2)
                 if MORE:
-                    g = g * (factor[:, None] + tilt[:, None] * gl.maximum(e2, FLOOR))
+                    g = g * (factor[:, None] + log_factor[:, None] * gl.maximum(e2, FLOOR))
                 else:
                     g = g * factor[:, None]
                 if SCALED or CAPPED:
@@ -283,7 +283,7 @@ def product_kernel(
     hidden,  # descriptor for the copy engine: (R, D) in blocks of [64, 64]
     classifier,  # descriptor: (V, D) in blocks of [256, 64]
     target,  # (R,) int32, the classes to exclude; with WRITES -2 in rows whose gradient is 0
-    coefficients,  # with WRITES (4 or more, R) float32: m, factor, the target's gradient, tilt
+    coefficients,  # with WRITES (4 or more, R) float32: m, factor, the target's gradient, log_factor
     out,  # with WRITES the gradient (R, 8 * pitch8), 16-bit, aligned to 16 bytes, 0 beyond the vocabulary. Otherwise
     # (2 or 3, chunks, R) float32: the largest x of the classes of a chunk, -inf if there was none; the sum of
     # e = e^(x - largest); and with MORE that of e log2 e
@@ -297,7 +297,7 @@ def product_kernel(
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
     WRITES: gl.constexpr,
-    MORE: gl.constexpr,  # with WRITES: there is a tilt
+    MORE: gl.constexpr,  # with WRITES: there is a log_factor
 ):
     """Compute the sums or the gradients of all rows; see the module's docstring."""
     slots = _slots_of(hidden, classifier)
@@ -305,11 +305,11 @@ def product_kernel(
     tiles = (vocabulary + classifier.block_shape[0] - 1) // classifier.block_shape[0]
     walk = (bands * chunks, chunks, tiles, steps)
     rest = (target, coefficients, out, rows, vocabulary, pitch8)
-    bend = (logit_scale, softcap)
+    activation = (logit_scale, softcap)
     gl.warp_specialize(
         [
-            (_consume, (slots, rest, walk, bend, 0, SCALED, CAPPED, WRITES, MORE)),
-            (_consume, (slots, rest, walk, bend, 1, SCALED, CAPPED, WRITES, MORE)),
+            (_consume, (slots, rest, walk, activation, 0, SCALED, CAPPED, WRITES, MORE)),
+            (_consume, (slots, rest, walk, activation, 1, SCALED, CAPPED, WRITES, MORE)),
             (_produce, (slots, hidden, classifier, walk)),
         ],
         [4, 1],  # warps of the second consumer and of the producer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, Taken, Upstream, wide
+from xent.backends.torch.contract import Part, Selected, Upstream, wide
 from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.products import Classifier
 from xent.backends.torch.sources import fold_tiles
@@ -95,7 +95,7 @@ def _serves(steps: Any, source: Classifier) -> bool:
     return fits and off(weight.device) is None
 
 
-def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums: Tensor) -> bool:
+def fold_product(steps: Any, source: Classifier, selected: Selected, part: Part, sums: Tensor) -> bool:
     """See `xent.backends.torch.contract.Steps.fold_product`. A row's bits do not depend on the other rows.
 
     An exact call has the same bits whatever statistics it returns: sums that the product lacks take a second pass over
@@ -103,12 +103,12 @@ def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums:
     """
     setting, columns, weight = steps.setting, steps.columns, source.weight
     lacks = max(columns.squares, columns.deficit, columns.key) >= 0
-    if not _serves(steps, source) or taken.target_logits is None or (lacks and not setting.call.options.exact):
+    if not _serves(steps, source) or selected.target_logits is None or (lacks and not setting.call.options.exact):
         return False
     workspace = setting.call.source.workspace
     if lacks:
-        fold_tiles(steps, source, taken, part, sums, wide(source.compute), workspace)
-    hidden, classes = taken.hidden, (steps.rows.target[part.indices] - setting.first).to(torch.int32)
+        fold_tiles(steps, source, selected, part, sums, wide(source.compute), workspace)
+    hidden, classes = selected.hidden, (steps.rows.target[part.indices] - setting.first).to(torch.int32)
     kinds, chunks = 3 if columns.mixed >= 0 else 2, _chunks(len(weight))
     bytes_of_row = 4 * kinds * chunks
     step = max(min(workspace or _SUMS_BYTES, _SUMS_BYTES) // bytes_of_row // _BAND, _GROUP) * _BAND
@@ -122,7 +122,7 @@ def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums:
             join_kernel,
             cdiv(count, _JOINED),
             (
-                *(made, chunks, count, sums[:, some], sums.stride(0), taken.target_logits[some], rows, first),
+                *(made, chunks, count, sums[:, some], sums.stride(0), selected.target_logits[some], rows, first),
                 *(steps.ignore_index, setting.first, setting.width, setting.vocabulary),
             ),
             {"columns": columns, "BLOCK": _JOINED, "PARTS": 32},
@@ -133,13 +133,13 @@ def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums:
 
 
 def gradient_product(
-    steps: Any, source: Classifier, taken: Taken, part: Part, coefficients: Tensor, grad: Tensor
+    steps: Any, source: Classifier, selected: Selected, part: Part, coefficients: Tensor, grad: Tensor
 ) -> bool:
     """See `xent.backends.torch.contract.Steps.gradient_product`. `coefficients` (6, R) are those of `finish_kernel`."""
     if not _serves(steps, source) or grad.dtype != source.compute or grad.data_ptr() % 16 or grad.stride(0) % 8:
         return False
     classes = coefficients[5].view(torch.int32)
-    product(steps, taken.hidden, source.weight, classes, coefficients, grad, steps.way.tilted)
+    product(steps, selected.hidden, source.weight, classes, coefficients, grad, steps.way.of_entropy)
     return True
 
 

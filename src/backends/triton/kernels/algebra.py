@@ -116,47 +116,47 @@ def _below(x, softcap):
 
 
 @triton.jit
-def activate(z, bend, way: tl.constexpr, EXACT: tl.constexpr = False):
-    """Return x = k tanh(s z / k) for bend = (s, k), or s z without a softcap; s is 1 without a scale.
+def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
+    """Return x = k tanh(s z / k) for activation = (s, k), or s z without a softcap; s is 1 without a scale.
 
     `Way.quick` computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is
     enough for 16-bit logits, unless EXACT.
     """
-    x = z * bend[0] if way.scaled else z
+    x = z * activation[0] if way.scaled else z
     if way.capped:
         if way.quick and not EXACT:
-            x = tl.fma(_below(x, bend[1]), -2 * bend[1], bend[1])
+            x = tl.fma(_below(x, activation[1]), -2 * activation[1], activation[1])
         else:
-            x = bend[1] * tanh(x / bend[1])
+            x = activation[1] * tanh(x / activation[1])
     return x
 
 
 @triton.jit
-def slope(z, bend, way: tl.constexpr, EXACT: tl.constexpr = False):
+def slope(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
-    found = tl.zeros_like(z) + (bend[0] if way.scaled else 1.0)
+    found = tl.zeros_like(z) + (activation[0] if way.scaled else 1.0)
     if way.capped:
-        x = z * bend[0] if way.scaled else z
+        x = z * activation[0] if way.scaled else z
         if way.quick and not EXACT:
-            below = _below(x, bend[1])
+            below = _below(x, activation[1])
             found *= 4 * tl.fma(-below, below, below)
         else:
-            t = exp(-2 * tl.abs(x / bend[1]))
+            t = exp(-2 * tl.abs(x / activation[1]))
             found *= 4 * t / ((1 + t) * (1 + t))
     return found
 
 
 @triton.jit
-def quick_exponent(z, bend, reference, way: tl.constexpr):
+def quick_exponent(z, activation, reference, way: tl.constexpr):
     """Return log2 of e^x divided by 2^reference, by one multiply-add after `activate`.
 
     The rounding error of a reference m log2(e) is the same in all terms of a row and cancels.
     """
     if way.capped and way.quick:
-        below = _below(z * bend[0] if way.scaled else z, bend[1])
-        e2 = tl.fma(below, bend[1] * (-2 * LOG2E), -(reference - bend[1] * LOG2E))
+        below = _below(z * activation[0] if way.scaled else z, activation[1])
+        e2 = tl.fma(below, activation[1] * (-2 * LOG2E), -(reference - activation[1] * LOG2E))
     else:
-        e2 = tl.fma(activate(z, bend, way), LOG2E, -reference)
+        e2 = tl.fma(activate(z, activation, way), LOG2E, -reference)
     return e2
 
 
@@ -189,9 +189,9 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, bend, way: tl.constexpr):
+def order(z, activation, way: tl.constexpr):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it."""
-    return tl.where(bend[0] < 0, -z, tl.where(bend[0] == 0, 0.0, z)) if way.scaled else z
+    return tl.where(activation[0] < 0, -z, tl.where(activation[0] == 0, 0.0, z)) if way.scaled else z
 
 
 @triton.jit
@@ -281,28 +281,28 @@ def gradient_factor(row, inside, a, invalid, rows, upstreams, way: tl.constexpr)
     With upstream gradients of statistics, the loss has none if `upstreams.loss` is None. A row whose loss is 0 then has
     a gradient, for which r is 0.
     """
-    dead = (a == 0) & ~invalid
+    excluded = (a == 0) & ~invalid
     r = a
     if rows.divisor is not None:
         d = tl.load(rows.divisor + 1)
-        dead = (tl.where(d == 0, 0.0, a) == 0) & ~invalid
+        excluded = (tl.where(d == 0, 0.0, a) == 0) & ~invalid
         r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + a * 0)
     r = tl.where(invalid, float("nan"), r)
     if upstreams.loss is not None:
         r *= of_row(upstreams.loss, row, inside, 0.0)
     elif way.statistics:
         r = tl.where(invalid, float("nan"), 0.0)
-    return dead, tl.where(dead, 0.0, r)
+    return excluded, tl.where(excluded, 0.0, r)
 
 
 @triton.jit
 def finish(
-    rows, row, inside, facts, dead, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams, numbers,
-    bend, way: tl.constexpr, BARRED: tl.constexpr = False,
+    rows, row, inside, facts, excluded, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams,
+    numbers, activation, way: tl.constexpr, BARRED: tl.constexpr = False,
 ):  # fmt: skip
-    """Record the results of rows. Return factor, tilt, delta, the gradient of the target's raw logit, and gamma.
+    """Record the results of rows. Return factor, log_factor, delta, the gradient of the target's raw logit, and gamma.
 
-    The gradient of another class is (e^(x - m) (factor + tilt log2(e) (x - m)) - delta w) dx/dz.
+    The gradient of another class is (e^(x - m) (factor + log_factor log2(e) (x - m)) - delta w) dx/dz.
 
     `sums` are rest, below, W, mixed and squares; `below` and W over all classes; those that no result needs may be 0.
     `mixed` and `e2_y`, the target's exponent, are in units of log2. `found` is the class of the largest x. `facts` are
@@ -350,7 +350,7 @@ def finish(
     loss, z_part = of_mean(a * cost, row, rows), of_mean(a * squared, row, rows)
     made = loss, lse, surprise, entropy, found, right, z_part, of_squares, mean_logit
     for index in tl.static_range(9):
-        skipped = dead if index == 0 or index == 6 else ignored  # of the loss and its z-loss
+        skipped = excluded if index == 0 or index == 6 else ignored  # of the loss and its z-loss
         record(results[index], row, inside, tl.where(skipped, -1 if index == 4 else 0.0, made[index]))
 
     gamma = r * keep * w_y
@@ -367,20 +367,20 @@ def finish(
     if BARRED:
         gamma = tl.where(nll == float("inf"), 0.0, gamma)
     beta = 0.0
-    if way.tilted:
+    if way.of_entropy:
         v = of_row(upstreams.entropy, row, inside, 0.0)
         excess -= v * entropy
         beta = -v
     factor = (gamma * all_q + excess) / total
     g_y = times(excess, e_y / total) - gamma * (rest / total) - delta * w_y
-    tilt = 0.0
-    if way.tilted:
+    log_factor = 0.0
+    if way.of_entropy:
         factor -= beta * log_sum / total
-        tilt = LN2 * beta / total
+        log_factor = LN2 * beta / total
         g_y -= beta * times(e_y / total, nll)
     if way.scaled or way.capped:
-        g_y *= slope(z_y, bend, way, True)
-    return factor, tilt, delta, g_y, gamma
+        g_y *= slope(z_y, activation, way, True)
+    return factor, log_factor, delta, g_y, gamma
 
 
 @triton.jit

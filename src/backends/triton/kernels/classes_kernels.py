@@ -99,14 +99,14 @@ def top_k_kernel(
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
     ENTROPY: tl.constexpr = results.entropy is not None
-    _here, row, ours, place, facts, dead, factor = begin(
+    _here, row, ours, place, facts, excluded, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a = facts[1]
     source, vocabulary, _bend = ours
     last = (vocabulary - 1) // BLOCK * BLOCK
-    if a == 0 if ENTROPY else dead:
+    if a == 0 if ENTROPY else excluded:
         record(results.entropy, row, None, 0.0)
     else:
         k = tl.arange(0, WIDTH)
@@ -173,7 +173,7 @@ def top_k_kernel(
             g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, ours[2], way))
             tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
-    if dead:
+    if excluded:
         record(results.loss, row, None, 0.0)
         if grad is not None:
             fill(place, 0.0, 0, vocabulary, way)
@@ -216,7 +216,7 @@ def support_kernel(
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
-    here, row, side, place, facts, dead, r = begin(
+    here, row, side, place, facts, excluded, r = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
         numbers, start, vocabulary, ignore_index, vocabulary, way,
     )  # fmt: skip
@@ -260,13 +260,13 @@ def support_kernel(
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results
         level = tl.where(wrong, nan, level / tl.maximum(size, 1))
-        factor, tilt, _delta, g_y, _gamma = finish(
-            rows, row, None, facts, dead, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares), exponent(x_y, m, True),
+        factor, log_factor, _delta, g_y, _gamma = finish(
+            rows, row, None, facts, excluded, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares), exponent(x_y, m, True),
             level, found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))
-            record(results.loss, row, None, tl.where(dead, 0.0, cost))
+            record(results.loss, row, None, tl.where(excluded, 0.0, cost))
             record(results.nll, row, None, cost)
             record(results.entropy, row, None, 0.0)
             record(results.log_sum_sq_probs, row, None, -float("inf"))
@@ -278,6 +278,6 @@ def support_kernel(
                 entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
                 z = tl.load(held + own + entry, mask=known, other=0.0)
                 e2 = (activate(z, side[2], way) - m) * LOG2E
-                g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
+                g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), log_factor, factor) if way.of_entropy else factor)
                 g = tl.where(classes == y, g_y, g * slope(z, side[2], way)) + blank
                 tl.store(place + classes, g.to(place.dtype.element_ty), mask=known)

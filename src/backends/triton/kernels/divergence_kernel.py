@@ -79,20 +79,20 @@ def begin(
     logits, inner, outer, stride, grad, grad_inner, grad_outer, grad_stride, rows, upstreams, numbers, start,
     vocabulary, ignore_index, limit, way: tl.constexpr,
 ):  # fmt: skip
-    """Return the program, its row, its side, the row of the gradient, `row_facts`, `dead` and factor r.
+    """Return the program, its row, its side, the row of the gradient, `row_facts`, `excluded` and factor r.
 
     The row of the gradient is that of the logits if there is no gradient.
     """
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
     facts = row_facts(row, None, rows, ignore_index, limit)
-    dead, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams, way)
+    excluded, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams, way)
     source = logits + position(here, inner, outer, stride, way.grouped)
     place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
     if not way.ragged:
         source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
-    return here, row, (source, vocabulary, activation_of(row, None, rows, numbers)), place, facts, dead, r
+    return here, row, (source, vocabulary, activation_of(row, None, rows, numbers)), place, facts, excluded, r
 
 
 @triton.jit
@@ -288,7 +288,7 @@ def divergence_kernel(
     FORWARD: tl.constexpr = KIND == "forward"
     REVERSE: tl.constexpr = KIND == "reverse"
     MIXED: tl.constexpr = not (FORWARD or REVERSE)
-    here, row, ours, place, facts, dead, factor = begin(
+    here, row, ours, place, facts, excluded, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
@@ -297,8 +297,8 @@ def divergence_kernel(
     source = source if way.ragged else tl.multiple_of(source, 16)
     theirs = source, vocabulary, activation_of(here, None, teacher_rows, teacher_numbers)
     last = (vocabulary - 1) // BLOCK * BLOCK
-    idle = (dead if results.entropy is None else a == 0) & (WHOLE or STEP == _GRADIENT)
-    if idle:
+    skippable = (excluded if results.entropy is None else a == 0) & (WHOLE or STEP == _GRADIENT)
+    if skippable:
         record(results.entropy, row, None, 0.0)
     else:
         if WHOLE or STEP == _FOLD:
@@ -371,7 +371,7 @@ def divergence_kernel(
                     else:
                         tl.store(sums + here, loss)
                         tl.store(sums + sums_row + here, total)
-    if dead:
+    if excluded:
         record(results.loss, row, None, 0.0)
         if grad is not None:
             fill(place, 0.0, 0, vocabulary, way)

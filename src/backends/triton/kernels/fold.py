@@ -135,17 +135,17 @@ def _in_lanes(values, LANES: tl.constexpr):
 
 
 @triton.jit
-def _exponents(z, reference, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
+def _exponents(z, reference, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
     if CAREFUL:
-        return exponent(activate(z, bend, way), reference, way.exact)
+        return exponent(activate(z, activation, way), reference, way.exact)
     else:
-        return quick_exponent(z, bend, reference * LOG2E, way)
+        return quick_exponent(z, activation, reference * LOG2E, way)
 
 
 @triton.jit
 def _add(
-    sums, z, first, line, m, weights, bend, way: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr
+    sums, z, first, line, m, weights, activation, way: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
     LANES: tl.constexpr = way.lanes
@@ -153,7 +153,7 @@ def _add(
     _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
-    e2 = _exponents(z, m, bend, way, AGAIN or way.exact)
+    e2 = _exponents(z, m, activation, way, AGAIN or way.exact)
     if MASKED and (way.ragged or (way.capped or way.scaled)):
         e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
@@ -174,10 +174,10 @@ def _add(
     if way.squared:
         q += _in_lanes(e * e, LANES)
     if way.averaged:
-        x = activate(z, bend, way)
+        x = activate(z, activation, way)
         v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
-        key = order(z, bend, way)
+        key = order(z, activation, way)
         key = tl.where(inside, key, -float("inf")) if MASKED else key
         largest = tl.max(tl.reshape(key, [LANES, way.block // LANES]), 1)
         largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
@@ -212,7 +212,7 @@ def _over_lanes(values, off, lane, way: tl.constexpr):
 
 
 @triton.jit
-def _joined(sums, off, loads, reference, weights, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
+def _joined(sums, off, loads, reference, weights, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return sums over all lanes: s, t and q without the target, the others with it.
 
     The target's lane is summed again.
@@ -220,7 +220,7 @@ def _joined(sums, off, loads, reference, weights, bend, way: tl.constexpr, CAREF
     """
     s, t, u, q, v, h, shares, mass, _best, _at = sums
     _z, _ahead, z, lane, inside = loads
-    e2 = tl.where(inside, _exponents(z, reference, bend, way, CAREFUL), -float("inf"))
+    e2 = tl.where(inside, _exponents(z, reference, activation, way, CAREFUL), -float("inf"))
     e = tl.math.exp2(e2)
     rest = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
     below, mixed, squares, level, surprise, all_shares, all_q = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
@@ -239,7 +239,7 @@ def _joined(sums, off, loads, reference, weights, bend, way: tl.constexpr, CAREF
 
 
 @triton.jit
-def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
+def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
     """Return m, the sums of a row (`_joined`), its largest key, and the key's class.
 
     `line` is (row, `offset`, where the last block begins, where the last vector ends, V), with places from the offset.
@@ -251,7 +251,7 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
     LANES: tl.constexpr = way.lanes
     source, off, last, whole, vocabulary = line
     z, ahead, lane_z, _lane, others = loads
-    seen = activate(z, bend, way)
+    seen = activate(z, activation, way)
     if way.skewed or way.blocks == 1:
         classes = tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
@@ -261,25 +261,26 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
     # If the target is the largest, take another class of its lane. Indices of classes, to leave out the target alone,
     # would stay in registers during the loop, and its loads would start late.
     top = tl.max(seen, 0)
-    near = tl.max(tl.where(others, activate(lane_z, bend, way), -float("inf")), 0)
+    near = tl.max(tl.where(others, activate(lane_z, activation, way), -float("inf")), 0)
     m = finite(tl.where(x_y < top - 1, top, near))
     zero = tl.zeros([LANES], tl.float32)
     nothing = zero, zero, zero, zero, zero, zero, zero, zero, zero - float("inf"), tl.zeros([LANES], tl.int32)
-    lanes = _add(nothing, z, 0, line, m, weights, bend, way, way.skewed or (way.blocks == 1 or way.vector == 1), False)
+    masked: tl.constexpr = way.skewed or (way.blocks == 1 or way.vector == 1)
+    lanes = _add(nothing, z, 0, line, m, weights, activation, way, masked, False)
     for first in range(BLOCK, last, BLOCK):
         z = ahead
         ahead = fetch(source, first + BLOCK, whole, way, "evict_last")
-        lanes = _add(lanes, z, first, line, m, weights, bend, way, False, False)
+        lanes = _add(lanes, z, first, line, m, weights, activation, way, False, False)
     if last > 0:
-        lanes = _add(lanes, ahead, last, line, m, weights, bend, way, True, False)
-    sums = _joined(lanes, off, loads, m, weights, bend, way, way.exact)
+        lanes = _add(lanes, ahead, last, line, m, weights, activation, way, True, False)
+    sums = _joined(lanes, off, loads, m, weights, activation, way, way.exact)
     rest = sums[0]
     total = rest + tl.math.exp2(exponent(x_y, m, way.exact))
     fits = (rest >= SMALLEST) & (total < tl.where(m == 0, LARGEST_FROM_0, LARGEST))
     if (fits & (way.exact | (tl.abs(m) < FAR))) == 0:
         peak = tl.full([BLOCK], -float("inf"), tl.float32)
         for first in range(0, last + 1, BLOCK):
-            x = activate(fetch(source, first, whole, way, "evict_last"), bend, way)
+            x = activate(fetch(source, first, whole, way, "evict_last"), activation, way)
             classes = first + tl.arange(0, BLOCK) - off
             inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
             peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
@@ -287,8 +288,8 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
         again = nothing
         for first in range(0, last + 1, BLOCK):
             z = fetch(source, first, whole, way, "evict_last")
-            again = _add(again, z, first, line, m, weights, bend, way, True, True)
-        sums = _joined(again, off, loads, m, weights, bend, way, True)
+            again = _add(again, z, first, line, m, weights, activation, way, True, True)
+        sums = _joined(again, off, loads, m, weights, activation, way, True)
     top, found = 0.0, 0
     if way.predicted:
         top = tl.max(lanes[8], 0)
@@ -296,7 +297,7 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
         z = fetch(source, first, whole, way, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
-        found = tl.min(tl.where(inside & ((order(z, bend, way) == top) | (z != z)), classes, NOWHERE), 0)
+        found = tl.min(tl.where(inside & ((order(z, activation, way) == top) | (z != z)), classes, NOWHERE), 0)
     return m, sums, top, found
 
 
@@ -325,7 +326,7 @@ def fold_kernel(
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
     owned, y, w_y, a, ignored, number = owner(row, None, rows, ignore_index, first, width, vocabulary)
-    bend = activation_of(row, None, rows, numbers)
+    activation = activation_of(row, None, rows, numbers)
     place = sums + here
     if (ignored if way.all_rows else ignored | (a == 0)) != 0:
         least = -float("inf")
@@ -338,7 +339,7 @@ def fold_kernel(
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
         nothing = tl.full((), -float("inf"), tl.float32)
-        m, found_sums, top, found = row_sums(line, loads, y, nothing, (rows.class_weight, None), bend, way)
+        m, found_sums, top, found = row_sums(line, loads, y, nothing, (rows.class_weight, None), activation, way)
         rest, below, mixed, squares, level, _h, _shares, _mass = found_sums
         peak = tl.where(rest == 0, -float("inf"), m)
         found += first
@@ -348,7 +349,7 @@ def fold_kernel(
             weights = tl.load(rows.total_weight)
         below *= LN2
         if way.smoothed:
-            own = times(w_y, m - activate(z_y, bend, way, True))
+            own = times(w_y, m - activate(z_y, activation, way, True))
             below = tl.where(own == float("inf"), own, below - own)
         made = rest, below, weights - w_y, mixed * LN2, squares, counted * m - level, counted
         if ADDS:

@@ -49,25 +49,25 @@ from xent.backends.triton.kernels.algebra import (
     times,
 )
 from xent.backends.triton.kernels.fold import fetch, fill, first_loads, line_of, row_sums, shares_of
-from xent.backends.triton.kernels.sums import DEAD, put
+from xent.backends.triton.kernels.sums import EXCLUDED, put
 from xent.backends.triton.launches import kernel
 
 __all__ = ["TAG", "WORDS", "gradient_kernel", "rows_kernel"]
 
 
 @triton.jit
-def _block(z, classes, vocabulary, terms, weights, bend, way: tl.constexpr, FOLDED: tl.constexpr):
+def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr, FOLDED: tl.constexpr):
     """Return the gradient of a block of raw logits; at the target it is wrong and must be overwritten.
 
-    `terms` are m, factor, tilt, delta and gamma, see `finish`. With FOLDED, the factor is in the exponent: the first is
-    log2(e) m - log2(factor), in units of log2.
+    `terms` are m, factor, log_factor, delta and gamma, see `finish`. With FOLDED, the factor is in the exponent: the
+    first is log2(e) m - log2(factor), in units of log2.
     """
-    reference, factor, tilt, delta, gamma = terms
+    reference, factor, log_factor, delta, gamma = terms
     if FOLDED:
-        g = tl.math.exp2(quick_exponent(z, bend, reference, way))
+        g = tl.math.exp2(quick_exponent(z, activation, reference, way))
     else:
-        e2 = exponent(activate(z, bend, way), reference, way.exact)
-        g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
+        e2 = exponent(activate(z, activation, way), reference, way.exact)
+        g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), log_factor, factor) if way.of_entropy else factor)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
             q, share = shares_of(weights, classes, (classes >= 0) & (classes < vocabulary))
@@ -77,7 +77,7 @@ def _block(z, classes, vocabulary, terms, weights, bend, way: tl.constexpr, FOLD
         else:
             g -= delta
     if way.capped or way.scaled:
-        g *= slope(z, bend, way)
+        g *= slope(z, activation, way)
     return g
 
 
@@ -106,7 +106,7 @@ def _edges(start, stop, skew, vocabulary, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _write_gradient(line, place, start, terms, weights, bend, way: tl.constexpr, FOLDED: tl.constexpr):
+def _write_gradient(line, place, start, terms, weights, activation, way: tl.constexpr, FOLDED: tl.constexpr):
     """Write the gradient of a row's blocks from `start` to the last one, in which the target's is still wrong.
 
     It goes backwards from the end of the row, which is still in the caches if the row was just read. Each block is
@@ -119,12 +119,12 @@ def _write_gradient(line, place, start, terms, weights, bend, way: tl.constexpr,
         first = last - back
         z = ahead
         ahead = fetch(source, tl.maximum(first - BLOCK, start), first, way, "evict_first")
-        g = _block(z, first + tl.arange(0, BLOCK) - off, vocabulary, terms, weights, bend, way, FOLDED)
+        g = _block(z, first + tl.arange(0, BLOCK) - off, vocabulary, terms, weights, activation, way, FOLDED)
         _store(place, first, g, off, vocabulary, way)
     if way.ragged:
         places, inside = _edges(start, last + BLOCK, off, vocabulary, way.vector)
         z = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
-        g = _block(z, places - off, vocabulary, terms, weights, bend, way, FOLDED)
+        g = _block(z, places - off, vocabulary, terms, weights, activation, way, FOLDED)
         tl.store(place + places, g.to(place.dtype.element_ty), mask=inside)
 
 
@@ -161,13 +161,13 @@ def gradient_kernel(
     )
     place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, 0, width, way)[0]
     last = tl.minimum(first + SIZE - way.block, last)
-    if ((y == DEAD) | (first > last)) != 0:  # an aligned row may have one part less than a skewed row
+    if ((y == EXCLUDED) | (first > last)) != 0:  # an aligned row may have one part less than a skewed row
         fill(place + off, 0.0, tl.maximum(first - off, 0), tl.minimum(last + way.block - off, width), way)
     else:
-        bend = activation_of(row_at(start + here, None, rows), None, rows, numbers)
+        activation = activation_of(row_at(start + here, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
         terms = tl.load(made), tl.load(made + slot), tl.load(made + 3 * slot), tl.load(made + 4 * slot), 0.0
-        _write_gradient(line, place, first, terms, (rows.class_weight, None), bend, way, False)
+        _write_gradient(line, place, first, terms, (rows.class_weight, None), activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
             tl.debug_barrier()
@@ -307,8 +307,8 @@ def rows_kernel(
     else:
         w_y = 1.0 if rows.class_weight is None else tl.load(rows.class_weight + y_long)
         true = y
-    bend = activation_of(row, None, rows, numbers)
-    dead, r = gradient_factor(row, None, a, invalid, rows, upstreams, way)
+    activation = activation_of(row, None, rows, numbers)
+    excluded, r = gradient_factor(row, None, a, invalid, rows, upstreams, way)
     # The classes of this program, and the target among them.
     part = program % way.parts
     cut = part * share
@@ -327,14 +327,14 @@ def rows_kernel(
     if grad is not None:
         place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
-    if (ignored if way.all_rows else dead) != 0:
+    if (ignored if way.all_rows else excluded) != 0:
         record_nothing(row, results)
         if grad is not None:
             fill(place + off, 0.0, 0, size, way)
     else:
-        x_y = activate(z_y, bend, way, True)
+        x_y = activate(z_y, activation, way, True)
         x_here = tl.where(has_target, x_y, -float("inf"))
-        m, sums, top, found = row_sums(line, loads, y_here, x_here, weights, bend, way)
+        m, sums, top, found = row_sums(line, loads, y_here, x_here, weights, activation, way)
         rest, below, mixed, squares, level, surprise, all_shares, all_q = sums
         found += cut
         if way.parts > 1:
@@ -342,7 +342,7 @@ def rows_kernel(
                 words + here * way.parts * _WORDS, part, has_target, z_y, x_y, m, rest, mixed, squares, level, top,
                 found, way,
             )  # fmt: skip
-            x_y = activate(z_y, bend, way, True)
+            x_y = activate(z_y, activation, way, True)
         e2_y = tl.full((), -float("inf"), tl.float32) if GIVEN else exponent(x_y, m, way.exact)
 
         total_weight = vocabulary * 1.0
@@ -350,24 +350,25 @@ def rows_kernel(
             total_weight = all_shares
         elif way.smoothed and rows.class_weight is not None:
             total_weight = tl.load(rows.total_weight)
-        factor, tilt, delta, g_y, gamma = finish(
-            rows, row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
+        factor, log_factor, delta, g_y, gamma = finish(
+            rows, row, None, (true, a, ignored, invalid), excluded, r, w_y, z_y, m,
             (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
-            (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way,
+            (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, activation, way,
         )  # fmt: skip
         if saved is not None:
             _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
         if grad is not None:
-            if ignored if way.statistics else dead:
+            if ignored if way.statistics else excluded:
                 fill(place + off, 0.0, 0, size, way)
             else:
                 m2 = m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
                 if way.folds and foldable:
-                    terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, tilt, delta, gamma
-                    _write_gradient(line, place, 0, terms, weights, bend, way, True)
+                    terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, log_factor, delta, gamma
+                    _write_gradient(line, place, 0, terms, weights, activation, way, True)
                 else:
-                    _write_gradient(line, place, 0, (m, factor, tilt, delta, gamma), weights, bend, way, False)
+                    terms = m, factor, log_factor, delta, gamma
+                    _write_gradient(line, place, 0, terms, weights, activation, way, False)
                 if not GIVEN:
                     tl.debug_barrier()
                     tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)

@@ -33,7 +33,7 @@ from xent.backends.triton.kernels.algebra import (
 from xent.backends.triton.launches import kernel
 
 __all__ = [
-    "DEAD",
+    "EXCLUDED",
     "column",
     "divisor_kernel",
     "finish_kernel",
@@ -45,11 +45,11 @@ __all__ = [
     "put",
     "rebased",
     "scale_kernel",
-    "take_kernel",
+    "select_kernel",
 ]
 
 
-DEAD = tl.constexpr(-2)  # the class of a row whose gradient is 0
+EXCLUDED = tl.constexpr(-2)  # the class of a row whose gradient is 0
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def finish_kernel(
     start: "i64",  # index of the first row in `rows.order`, or in the call
     saved,  # (K, N) float32, in the order of the call, or None
     saved_row: "i64",
-    made,  # (6, R) float32 or None: m, factor, the target's gradient, tilt, delta, and the bits of the target's class
+    made,  # (6, R) float32 or None: m, factor, the target's gradient, log_factor, delta, bits of the target's class
     ignore_index: "i64",
     first: "i32",  # the first class of this rank
     width: "i32",
@@ -177,8 +177,8 @@ def finish_kernel(
         w_y += column(place, count, inside, columns.row_weight)
     if columns.row_weight < 0:
         w_y += 1
-    bend = activation_of(row, inside, rows, numbers)
-    x_y = activate(z_y, bend, way)
+    activation = activation_of(row, inside, rows, numbers)
+    x_y = activate(z_y, activation, way)
     m = finite(tl.maximum(peak, x_y))
     merged = nothing, nothing, nothing, nothing, nothing, nothing, nothing
     key = nothing - float("inf")
@@ -194,18 +194,18 @@ def finish_kernel(
         put(saved + row, saved_row, inside, values, columns)
 
     rest, below, weights, mixed, squares, deficit, _counted = merged
-    dead, r = gradient_factor(row, inside, a, invalid, rows, upstreams, way)
+    excluded, r = gradient_factor(row, inside, a, invalid, rows, upstreams, way)
     distance = x_y - m
     total = rest, below - times(w_y, distance), weights + w_y, mixed * LOG2E, squares
-    factor, tilt, delta, g_y, _gamma = finish(
-        rows, row, inside, (y, a, ignored, invalid), dead, r, w_y, z_y, m, total, distance * LOG2E,
+    factor, log_factor, delta, g_y, _gamma = finish(
+        rows, row, inside, (y, a, ignored, invalid), excluded, r, w_y, z_y, m, total, distance * LOG2E,
         m - deficit / vocabulary.to(tl.float32), found, None, results, upstreams,
-        numbers_of(rows, vocabulary, numbers), bend, way,
+        numbers_of(rows, vocabulary, numbers), activation, way,
     )  # fmt: skip
     if made is not None:
         own_class = tl.where((y >= first) & (y < first + width), y - first, -1).to(tl.int32)
-        own_class = tl.where(ignored if way.statistics else dead, DEAD, own_class)
-        found_ones = m, factor, g_y, nothing + tilt, delta, own_class.to(tl.float32, bitcast=True)
+        own_class = tl.where(ignored if way.statistics else excluded, EXCLUDED, own_class)
+        found_ones = m, factor, g_y, nothing + log_factor, delta, own_class.to(tl.float32, bitcast=True)
         for k in tl.static_range(6):
             tl.store(made + k * count + here, found_ones[k], mask=inside)
 
@@ -270,7 +270,7 @@ def divisor_kernel(
     count: "i64",
     ignore_index: "i64",
     limit: "i64",
-    NARROW: tl.constexpr,  # gradients of the forward pass are float16
+    FLOAT16: tl.constexpr,  # gradients of the forward pass are float16
     BLOCK: tl.constexpr,
 ):
     """Compute the divisor and the count. One program sums all rows in a fixed order."""
@@ -291,7 +291,7 @@ def divisor_kernel(
         d = tl.load(normalizer).to(tl.float32)
     of_rows = d
     rest = tl.full((), 1.0, tl.float32)
-    if NARROW:
+    if FLOAT16:
         # In float16, gradients divided by D could underflow before a loss scale is applied, and weights could make
         # them overflow. So gradients are stored with row factors of at most 1, and `rest` is the remaining factor.
         largest = tl.max(sizes, 0)
@@ -306,7 +306,7 @@ def divisor_kernel(
 
 
 @kernel
-def take_kernel(
+def select_kernel(
     hidden,  # (N, D)
     hidden_row: "i64",
     hidden_column: "i64",
@@ -314,7 +314,7 @@ def take_kernel(
     weight_row: "i64",
     weight_column: "i64",
     bias,  # (C,), contiguous, or None
-    taken,  # (R, D), contiguous; or None
+    selected,  # (R, D), contiguous; or None
     target_logits,  # (R,) float32, 0 for the targets of other ranks; or None
     rows,
     start: "i64",
@@ -333,9 +333,9 @@ def take_kernel(
     y -= first_class
     if rows.divisor is not None:
         a = tl.where(tl.load(rows.divisor + 1) == 0, 0.0, a)
-    dead = (a == 0) & ~wrong
+    excluded = (a == 0) & ~wrong
     if STATISTICS:
-        dead = ignored
+        excluded = ignored
     owned = (y >= 0) & (y < width)
     own_size = tl.where(owned, size, 0)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -347,10 +347,10 @@ def take_kernel(
             rounded = h.to(weight.dtype.element_ty).to(tl.float32)
             w = tl.load(weight + y * weight_row + columns * weight_column, mask=columns < own_size, other=0.0)
             sums += tl.where(columns < own_size, rounded * w.to(tl.float32), 0.0)
-        if taken is not None:
-            zero = tl.zeros([BLOCK], taken.dtype.element_ty)
-            kept = tl.where(dead, zero, h.to(taken.dtype.element_ty))
-            tl.store(taken + here * size + columns, kept, mask=columns < size)
+        if selected is not None:
+            zero = tl.zeros([BLOCK], selected.dtype.element_ty)
+            kept = tl.where(excluded, zero, h.to(selected.dtype.element_ty))
+            tl.store(selected + here * size + columns, kept, mask=columns < size)
     if target_logits is not None:
         z = tl.sum(sums, 0)
         if bias is not None:
