@@ -72,7 +72,7 @@ class Facts:
     divisor: mx.array | None = None
     """0-d, the divisor of "mean"; None for the other reductions."""
     target: mx.array | None = None
-    """(R,) int32 in [0, V); ignored and invalid rows have some valid class. None for targets that are no classes."""
+    """(R,) int32 in [0, V); ignored and invalid rows have some valid class. None if targets are not class indices."""
     probabilities: mx.array | None = None
     """(R, V) in the caller's float dtype, without class weights and smoothing; with `order` they have other rows."""
     order: mx.array | None = None

@@ -92,7 +92,7 @@ class Setting(NamedTuple):
     """None in a forward pass."""
 
     @property
-    def narrow(self) -> bool:
+    def in_float16(self) -> bool:
         """Whether a forward pass stores gradients in float16, scaled to its range (`Steps.deferred`)."""
         return self.made_first and self.compute == torch.float16
 
@@ -207,20 +207,20 @@ class Selected(NamedTuple):
     trained: Tensor
     """The same, with 0 in rows without a gradient, so that a NaN there does not reach the classifier's gradient."""
     target_logits: Tensor | None
-    """See `Block`. None for targets that are no classes, and if the compute dtype is float32 or float64."""
+    """See `Block`. None if targets are not class indices, and if the compute dtype is float32 or float64."""
 
 
 class Steps(Protocol):
     """The rows of one call on a device, their results, and the steps between logits and results."""
 
     deferred: Tensor | None
-    """0-d: what gradients of a `in_float16` forward pass still have to be multiplied by; None for 1."""
+    """0-d: the remaining factor of the gradients of an `in_float16` forward pass; None for 1."""
     takes_any_strides: bool = False
     """Whether blocks of given logits may be (..., C) of any strides."""
     overlays: bool = False
     """Whether `whole_rows` can write a 16-bit gradient over the second half of the same row of float32 logits."""
     fuses: bool
-    """Whether `whole_rows` serves this call, for rows of which all logits are in memory."""
+    """Whether `whole_rows` serves this call, for rows whose logits are all in memory."""
     saves: bool
     """Whether the backward pass of this call takes the saved sums. If not, it calls `whole_rows` with upstreams."""
     tiles: bool = False
@@ -259,7 +259,7 @@ class Steps(Protocol):
     def meet(self, sums: Tensor) -> None:
         """Receive the sums of all ranks, (ranks, K, R), of the first fold of a part beside a dense teacher.
 
-        Until `finish`, `fold` writes the two sums of the second one: the divergence, and that of its gradient.
+        Until `finish`, `fold` writes the two sums of the second fold: the divergence, and that of its gradient.
         """
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:

@@ -68,7 +68,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def undisturbed(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function` without gradients and autocast, on that device as the current one, on which Triton launches."""
+    """Call `function` without gradients and autocast, with that device as the current one, where Triton launches."""
     kind = device.type
     if torch.is_grad_enabled():
         with torch.no_grad():

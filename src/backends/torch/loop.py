@@ -64,7 +64,7 @@ def asked_of(leaves: tuple[Any, ...]) -> Asked:
 def made_first(call: Call, needs: tuple[bool, ...]) -> bool:
     """Return whether the forward pass computes the gradients: for losses that are one number.
 
-    Not those of float16 logits, in which a gradient could underflow before the upstream gradient scales it.
+    Float16 logits are an exception: a gradient could underflow before the upstream gradient scales it.
     """
     source = call.source
     if call.options.reduction == "none" or not any(needs):
@@ -97,7 +97,7 @@ def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = 
 def forward(call: Call, asked: Asked, kernel: str, skips: bool, reuse: bool = False) -> list[Tensor]:
     """Compute a prepared call. Return the loss, the statistics, and then what the backward pass needs.
 
-    These are the gradients, if they are made first, and in float16 a factor they still have; otherwise the saved sums.
+    These are the gradients, if they are made first, and in float16 their remaining factor; otherwise the saved sums.
     `reuse`: whether the gradient overwrites given logits. `skips`: whether ignored rows may be left out of matrix
     products, for which the host may have to wait.
     """

@@ -103,7 +103,7 @@ class Stored:
             self._steps.gradient(block, loaded.part, coefficients)
 
     def add(self, loaded: Loaded) -> None:
-        """Add the gradient of a part's logits to those of the leaves. Given logits have it in its place."""
+        """Add the gradient of a part's logits to those of the leaves. That of given logits is already in its place."""
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of the leaves (logits; or input, weight and bias), None where not needed."""
@@ -227,7 +227,7 @@ class Computed(Stored):
         if grad is None:
             return
         assert selected is not None
-        if grad.shape[1] > self._setting.width:  # a row of NaN hidden states has NaN there, and an overlaid one logits
+        if grad.shape[1] > self._setting.width:  # NaN if a row's hidden states are NaN, or logits
             grad[:, self._setting.width :] = 0
         if of_input is not None:
             if part.rows is None and of_input.dtype == grad.dtype:

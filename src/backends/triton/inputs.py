@@ -39,7 +39,7 @@ class Inputs:
         self.setting, self.options, self.device, self.count = setting, options, setting.device, setting.count
         ids: Tensor | None = None
         self.ignore_index, self.limit = -1, _NO_LIMIT
-        """Which `rows.target` is ignored, and from which number on it is invalid."""
+        """The `rows.target` that is ignored, and the smallest one that is invalid."""
         if isinstance(target, (Classes, Allowed)):
             ids, self.ignore_index, self.limit = target.ids, options.ignore_index, setting.vocabulary
         elif isinstance(target, Probabilities):

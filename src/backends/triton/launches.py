@@ -5,10 +5,10 @@ its branches away. Members are contiguous tensors, or floats: Triton specialises
 a group. These are arguments of their own. No member may be called `values` or `type`: Triton's tuples have these
 attributes.
 
-Each kernel is compiled once per kind of arguments, and later launches skip Triton's binder. The binder takes 20 to 65
-us of host time per launch, a launch of the compiled kernel 12 to 26 us. These kernels are specialised for their
-constants, the types of their arguments, and the alignment of the tensors in argument groups (`kernel`). So a compiled
-kernel is correct for every later launch with the same key.
+Each kernel is compiled once for each combination of argument types, and later launches skip Triton's binder. The binder
+takes 20 to 65 us of host time per launch, a launch of the compiled kernel 12 to 26 us. These kernels are specialised
+for their constants, the types of their arguments, and the alignment of the tensors in argument groups (`kernel`). So a
+compiled kernel is correct for every later launch with the same key.
 """
 
 import inspect
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     """() float32: the sum of the class weights of this rank."""
     divisor: Any = None
     """(3,) float32: the divisor D, what gradients of rows are divided by (0 if D is 0), and the remaining factor of
-    in_float16 gradients. None if D is 1."""
+    float16 gradients. None if D is 1."""
     temperature: Any = None
     numbers: Any = None
     """(4,) float32: label smoothing, z-loss, softcap and logit scale, if one of them is a tensor; they replace
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
 
 
 class Upstreams(NamedTuple):
-    """Upstream gradients, (N,) float32 each. If one but the loss's is given, gradients are for these."""
+    """Upstream gradients, (N,) float32 each. If that of a statistic is given, gradients are for these."""
 
     loss: Any = None
     lse: Any = None

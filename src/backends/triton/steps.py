@@ -50,7 +50,7 @@ class TritonSteps(Inputs):
 
     @cached_property
     def recorded(self) -> Results:  # type: ignore[override]
-        """The memory of the results; of none in a backward pass. Results of skipped rows are 0."""
+        """The memory of the results; a backward pass has none. Results of skipped rows are 0."""
         made: dict[str, Tensor] = {}
         for name in ("loss", *self.stats) if self.setting.upstream is None else ():
             fill, dtype = (-1, torch.int64) if name == "predictions" else (0, torch.float32)

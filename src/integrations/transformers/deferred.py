@@ -15,7 +15,7 @@ is not fused computes the right numbers, but takes the memory that `patch` shoul
 something take and return numbers, because torch.compile passes only constants to what it calls while it traces.
 
 Deferred logits that are computed later must not use changed weights. An `_Origin` stores the state of each tensor.
-Writes increment a tensor's version counter. Fused optimizers do not, so that a hook does it after each step, for the
+Writes increment a tensor's version counter. Fused optimizers do not: a hook does it after each step, for the
 weights of the heads that defer logits. Writes through `parameter.data` increment nothing. For those, it stores the
 address of the tensor and a few elements of a weight. Elements are compared only when the logits are read, because that
 synchronises with the device.

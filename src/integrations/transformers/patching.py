@@ -66,7 +66,7 @@ def patch(model: nn.Module | None = None) -> Patch:
     The head then returns deferred logits, which are computed only if something reads them. A scale or a softcap between
     head and loss becomes part of the loss. ``outputs.logits``, generation, metrics, and every function that xent does
     not know get the logits of the unpatched model. Nothing else of the model changes: not its class, its parameters or
-    its checkpoints. If a training step computes logits all the same, the first one emits a warning, and `explain` says
+    its checkpoints. If a training step still computes logits, the first one emits a warning, and `explain` says
     why.
 
     Parameters

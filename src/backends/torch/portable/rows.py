@@ -60,7 +60,7 @@ class Facts:
     """The N rows of a call in its order, or some of these rows; floats in the accumulation dtype."""
 
     target: Tensor | None = None
-    """(N,) int64 in [0, V); ignored and invalid rows have some valid class. None for targets that are no classes."""
+    """(N,) int64 in [0, V); ignored and invalid rows have some valid class. None if targets are not class indices."""
     ids: Tensor | None = None
     """(N,) int64: the target as given; (N, K) of a top-k teacher, with its log-probabilities."""
     log_probs: Tensor | None = None
@@ -83,7 +83,7 @@ class Facts:
     excluded: Tensor | None = None
     """(N,) bool: rows whose loss and gradient are exactly 0."""
     deferred: Tensor | None = None
-    """0-d: what the gradients of a in_float16 call still have to be multiplied by."""
+    """0-d: the remaining factor of the gradients of a call `in_float16`."""
     upstream = Upstream()
     """The upstream gradients of the statistics, (N,) each."""
 

@@ -94,7 +94,7 @@ def _named(rank: int) -> Iterator[None]:
         raise
 
 
-class _Said(NamedTuple):
+class _Stated(NamedTuple):
     """What one rank stated about its shard."""
 
     rows: int
@@ -106,7 +106,7 @@ class _Said(NamedTuple):
     sample: list[int]
 
 
-def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Said]:
+def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Stated]:
     array, rows, ranks = array_of(call), vocabulary_of(call.source), shards.group.size()
     if array.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -119,7 +119,7 @@ def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Sai
     numbers = torch.tensor([rows, first, size, zlib.crc32(text.encode())]).to(array.device)
     sample = _sample(array if isinstance(call.source, Given) else call.source.weight, first < 0 and size < 0)
     table = gather(torch.cat((numbers, sample)), shards.group).wait().tolist()
-    return [_Said(row[0], row[1], row[2], row[3], row[4:]) for row in table]
+    return [_Stated(row[0], row[1], row[2], row[3], row[4:]) for row in table]
 
 
 def _form(value: Any, name: str = "") -> Any:
@@ -133,7 +133,7 @@ def _form(value: Any, name: str = "") -> Any:
 
 
 def _sample(shard: Tensor, wanted: bool) -> Tensor:
-    """Return the bits (_SAMPLES,) int64 of some values of a shard; zeros if they tell nothing, or are not `wanted`."""
+    """Return the bits (_SAMPLES,) int64 of some values of a shard; zeros if not `wanted`."""
     places = torch.arange(_SAMPLES, device=shard.device)
     if not wanted or not shard.numel():
         return places * 0
@@ -142,7 +142,7 @@ def _sample(shard: Tensor, wanted: bool) -> Tensor:
     return torch.where(found.isfinite().all(), found, 0).view(torch.int32).long()
 
 
-def _agree(table: list[_Said], rank: int) -> tuple[int, int]:
+def _agree(table: list[_Stated], rank: int) -> tuple[int, int]:
     """Return the first class of this rank and the number of all classes, or raise the same error on all ranks."""
     one, ranks = table[0], len(table)
     for other, stated in enumerate(table):

@@ -116,7 +116,7 @@ def shares_of(weights, classes, inside):
 
 @triton.jit
 def fill(row, value, start, stop, way: tl.constexpr):
-    """Store one number to classes [start, stop) of a row, when all threads have done what they did before."""
+    """Store one number to classes [start, stop) of a row, after all threads have finished their earlier work."""
     BLOCK: tl.constexpr = way.block
     if not way.ragged:
         stop = stop // way.vector * way.vector  # no change, but tells the compiler that it is a multiple

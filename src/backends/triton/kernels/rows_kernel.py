@@ -282,7 +282,7 @@ def rows_kernel(
     columns: tl.constexpr,  # of `saved`, see `Columns`
     way: tl.constexpr,  # see `Way`
 ):
-    """See the module's docstring. With probabilities, `rows.target` is the row of these that each row has, or None."""
+    """See the module's docstring. With probabilities, `rows.target` has the index of each row's, or is None."""
     tl.static_assert(way.parts == 1 or not way.smoothed)  # the sum `below` is not exchanged
     if way.parts > 1:
         counter = words + tl.num_programs(0).to(tl.int64) * _WORDS

@@ -7,7 +7,7 @@ below, weights, mixed, squares, deficit and counted.
 `finish_kernel` serves tiles, products that store no logits, shards, and the backward pass from saved sums. Every rank
 computes the same bits.
 
-Kernels beside those: the divisor of a mean, hidden states, the scale of gradients.
+The other kernels: the divisor of a mean, hidden states, the scale of gradients.
 """
 
 import triton
