@@ -358,7 +358,7 @@ FAULTS = [
     ),
     Fault(
         "shards of one size", "backends/torch/shards/ranges.py",
-        "firsts = [sum(said.rows for said in table[:place]) for place in range(ranks)]",
+        "firsts = [sum(stated.rows for stated in table[:place]) for place in range(ranks)]",
         "firsts = [place * one.rows for place in range(ranks)]", (SHARDS,),
     ),
     Fault(
