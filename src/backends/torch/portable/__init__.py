@@ -3,3 +3,5 @@
 `rows` has what is known of rows without logits, folds blocks of logits and writes their gradients; `steps` computes
 losses, statistics and coefficients from the sums, and does all this in blocks that fit into caches.
 """
+
+__all__: list[str] = []

@@ -28,7 +28,7 @@ from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_
 from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, index_of, masked, times
 from xent.core.call import Dense, TopK
 
-__all__ = ["PortableSteps"]
+__all__ = ["PortableSteps", "finish", "is_largest", "merge", "pack"]
 
 _ARRAYS = 6  # of a block's size, which exist at one time in a divergence
 _OF_SUPPORT = 8  # the same of a block of supports
