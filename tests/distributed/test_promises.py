@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import xent
 from tests.distributed.pool import Pool, device, group
@@ -109,13 +110,15 @@ def _layouts() -> None:
 def _meshes() -> None:
     """Accept a one-dimensional DeviceMesh as the group. Refuse one with more dimensions, and other objects."""
     hidden, weight, target = tensors()
-    mesh = torch.distributed.DeviceMesh(device().type, [0, 1], mesh_dim_names=("tp",))
+    # of groups that exist: all four processes would have to make new ones
+    mesh = DeviceMesh.from_group(group(2), device().type, mesh_dim_names=("tp",))
     expected = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=group(2))
     found = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=mesh)
     assert torch.equal(found, expected)
     with pytest.raises(TypeError, match=r"must be a torch.distributed process group, .*got str 'tp'"):
         xent.linear_cross_entropy(hidden, weight, target, vocab_parallel="tp")
-    flat = torch.distributed.DeviceMesh(device().type, [[0, 1]], mesh_dim_names=("dp", "tp"))
+    pair = [group(2), group(2)]
+    flat = DeviceMesh.from_group(pair, device().type, mesh=[[0, 1]], mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"a DeviceMesh of one dimension, got one of 2, \('dp', 'tp'\): pass the one"):
         xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=flat)
 
