@@ -131,3 +131,15 @@ def test_bits_are_the_same_with_and_without_entropy_and_gradient(
         found = [one.run(logits)["loss"].detach() for one in each for logits in (rows.logits, leaf)]
         for one in found[1:]:
             assert torch.equal(one, found[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_nan_in_any_block_of_a_row_is_predicted(target: Target, dtype: torch.dtype) -> None:
+    classes = [0, 5000, 12345, 20002]
+    logits = torch.randn(4, 20003, generator=torch.Generator().manual_seed(0))
+    logits[range(4), classes] = float("nan")
+    logits[0, 19000] = float("nan")
+    logits, ids = logits.to(target.device, dtype), torch.zeros(4, dtype=torch.int64, device=target.device)
+    _, stats = xent.cross_entropy(logits, ids, stats=("predictions",), backend=target.backend)
+    assert stats.predictions is not None
+    assert stats.predictions.tolist() == classes
