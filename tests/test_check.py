@@ -216,6 +216,8 @@ def test_a_process_that_ends_is_a_failed_case(
     )
     monkeypatch.setattr(run, "FUNCTIONS", ("cross_entropy",))
     monkeypatch.setattr(run, "_NEIGHBOURS", 2)
+    planned = run.planned
+    monkeypatch.setattr(run, "planned", lambda *given: [work for work in planned(*given) if work.device == "cpu"])
     monkeypatch.setattr(type(backend_of("torch").harness("cpu")), "processes", 2)
     assert main(["check", "torch"]) == 1
     printed = capsys.readouterr().out

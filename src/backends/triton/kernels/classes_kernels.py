@@ -272,7 +272,8 @@ def support_kernel(
             record(results.log_sum_sq_probs, row, None, -float("inf"))
 
         if grad is not None:
-            blank = tl.where(wrong | invalid, nan, 0.0)
+            scale = side[2][0]  # NaN for an invalid temperature
+            blank = tl.where(wrong | invalid | (scale != scale), nan, 0.0)
             fill(place, blank, 0, vocabulary, way)
             for first in range(0, size, BLOCK):
                 entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
