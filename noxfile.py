@@ -242,7 +242,7 @@ def tests_triton(session: nox.Session) -> None:
 def test_interpreter(session: nox.Session) -> None:
     """Run the tests on the Triton backend in Triton's interpreter."""
     session.log("Triton interprets its kernels on the CPU")
-    left_out = leave_out(*WITHOUT_KERNELS, "packaging/test_examples.py")
+    left_out = leave_out(*WITHOUT_KERNELS, "integrations", "packaging/test_examples.py")
     run_pytest(session, *left_out, XENT_TEST_BACKENDS="triton", TRITON_INTERPRET="1")
 
 
