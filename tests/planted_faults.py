@@ -37,7 +37,7 @@ MATRIX = "tests/test_gradients.py"
 STATS, LOG_PROBS, ROWS = "tests/test_stats.py", "tests/test_log_probs.py", "tests/test_sampled_rows.py"
 SHARDS, PROMISES = "tests/distributed/test_shards.py", "tests/distributed/test_promises.py"
 HEADS, SCALE, TARGET = "tests/test_heads.py", "tests/torch/test_scale.py", "tests/torch/test_target_gradient.py"
-EAGER, AUTOGRAD, IDLE = "tests/torch/test_eager.py", "tests/torch/test_autograd.py", "tests/torch/test_skippable.py"
+EAGER, AUTOGRAD, SKIPPED = "tests/torch/test_eager.py", "tests/torch/test_autograd.py", "tests/torch/test_skipped_rows.py"
 DIVERGENCE, TRANSFORMS = "tests/divergence/test_matrix.py", "tests/torch/test_transforms.py"
 PORTABLE = "backends/torch/portable/"
 KERNELS = "backends/triton/kernels/"
@@ -157,7 +157,7 @@ FAULTS = [
     Fault(
         "rows in the wrong order", "backends/torch/contract.py",
         "self._order = skippable.argsort(stable=True)", "self._order = skippable.logical_not().argsort(stable=True)",
-        (IDLE, MATRIX, "-k", "ignore_index or ignored"),
+        (SKIPPED, MATRIX, "-k", "ignore_index or ignored"),
     ),
     Fault(
         "slope of the softcap forgotten", PORTABLE + "rows.py",
@@ -228,7 +228,7 @@ FAULTS = [
     Fault(
         "saved sums of the first rows for every part", "backends/torch/loop.py",
         "saved[:, part.indices].unsqueeze(0).contiguous()",
-        "saved[:, : part.stop - part.start].unsqueeze(0).contiguous()", (MATRIX, IDLE, "-k", "none"),
+        "saved[:, : part.stop - part.start].unsqueeze(0).contiguous()", (MATRIX, SKIPPED, "-k", "none"),
     ),
     Fault(
         "last part never lands", "backends/torch/loop.py",
@@ -255,12 +255,12 @@ FAULTS = [
     ),
     Fault(
         "gradient of skipped rows not zeroed", "backends/torch/sources.py",
-        "                made.index_fill_(0, left_out, 0)", "                pass", (IDLE,),
+        "                made.index_fill_(0, left_out, 0)", "                pass", (SKIPPED,),
     ),
     Fault(
         "gradient of the bias of one part", "backends/torch/sources.py",
         "of_bias += grad.sum(0, dtype=of_bias.dtype)", "of_bias.copy_(grad.sum(0, dtype=of_bias.dtype))",
-        (IDLE,),
+        (SKIPPED,),
     ),
     # Preparation and packing.
     Fault(
@@ -455,7 +455,7 @@ FAULTS = [
     Fault(
         "kernel: hidden states of ignored rows", KERNELS + "sums.py",
         "kept = tl.where(excluded, zero, h.to(selected.dtype.element_ty))", "kept = h.to(selected.dtype.element_ty)",
-        ("tests/triton/test_means.py", IDLE, "tests/triton/test_product.py", "-k", "cancelling or statistics"),
+        ("tests/triton/test_means.py", SKIPPED, "tests/triton/test_product.py", "-k", "cancelling or statistics"),
         "triton",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planted_faults import FAULTS, SAMPLE, SOURCE, Fault, is_found
+from tests.planted_faults import FAULTS, ROOT, SAMPLE, SOURCE, Fault, is_found
 
 
 def test_names_are_unique() -> None:
@@ -12,7 +12,8 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_text_occurs_once(fault: Fault) -> None:
+def test_text_occurs_once_and_tests_exist(fault: Fault) -> None:
+    assert all((ROOT / one.split("::")[0]).is_file() for one in fault.tests if ".py" in one)
     assert (SOURCE / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
     assert fault.new != fault.old
 
