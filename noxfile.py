@@ -76,10 +76,11 @@ WITHOUT_KERNELS = (
     "torch/test_many_classes.py",
     "torch/test_modules.py",
     "torch/test_private.py",
+    "torch/test_refusals.py",
     "torch/test_scale.py::test_shards_accept_a_scale_without_gradient",
     "torch/test_repeated_calls.py",
     "torch/test_threads.py",
-    "torch/test_transforms.py::test_compiles_whole",
+    "torch/test_transforms.py",
     "torch/test_work.py",
 )
 

@@ -55,10 +55,11 @@ class Target:
         return self.device == "cpu" and self.name in ("metal", "triton")
 
     def sized(self, case: Case) -> Case:
-        """Return the case, with fewer rows if kernels are interpreted."""
+        """Return the case, with fewer rows and larger tiles if kernels are interpreted."""
         if not self.interpreted:
             return case
-        return replace(case, rows=tuple(min(size, 4) for size in case.rows))
+        rows, least = tuple(min(size, 4) for size in case.rows), 67 * 2
+        return replace(case, rows=rows, workspace=case.workspace and max(case.workspace, least))
 
     def arrays(self, *values: Any, dtype: str = "float32") -> tuple[Any, ...]:
         """Return NumPy arrays as arrays on the device, floats as `dtype`."""
