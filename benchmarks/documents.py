@@ -120,7 +120,7 @@ def _steps(described: dict[str, Any], records: Sequence[Record]) -> Table:
             for model in described["models"]:
                 for record in records:
                     if (record.case.model, record.case.checkpointing, record.contender) == (model, checkpointing, name):
-                        longest = f"{'≥ ' * record.at_least}{record.longest or ''}"
+                        longest = f"{'≥ ' * record.at_least}{record.longest or '-'}"
                         speed = f"{record.case.tokens / (record.seen or 1):.0f}"
                         line += [speed, f"{(record.peak_bytes or 0) / 2**30:.1f}", longest]
             lines.append(line)
@@ -134,12 +134,13 @@ def _steps(described: dict[str, Any], records: Sequence[Record]) -> Table:
 
 
 def _mark(lines: Sequence[list[str]], columns: Iterable[int], best: Callable[[Iterable[float]], float]) -> None:
-    """Put the best numbers of columns in bold."""
+    """Put the best numbers of columns in bold, where all are known."""
     for column in columns:
-        numbers = [float(line[column].strip("≥ ")) for line in lines if line[column]]
-        for line in lines if numbers else ():
-            if line[column] and float(line[column].strip("≥ ")) == best(numbers):
-                line[column] = f"**{line[column]}**"
+        cells = [line[column] for line in lines]
+        if all(cell.replace(".", "").isdigit() for cell in cells):
+            for line in lines:
+                if float(line[column]) == best(map(float, cells)):
+                    line[column] = f"**{line[column]}**"
 
 
 def _short(seconds: float) -> str:

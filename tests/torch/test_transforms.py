@@ -203,7 +203,7 @@ def test_autocast_equals_hidden_states_and_classifier_of_its_dtype(
     found, others = (torch.autograd.grad(made.sum(), some) for made, some in ((loss, leaves), (expected, narrow)))
     for one, other in zip(found, others, strict=True):
         assert one.dtype == torch.float32
-        # On CUDA the gradient of a bfloat16 classifier is rounded once per chunk, whose sums may be larger than its own.
+        # On CUDA the gradient of a bfloat16 classifier is rounded once per chunk. The partial sums may be larger.
         rounded = dtype == torch.bfloat16 and target.device == "cuda"
         atol = 2**-7 * float(other.abs().max()) if rounded else 1e-3
         torch.testing.assert_close(one, other.float(), rtol=0.02, atol=atol)
