@@ -138,16 +138,7 @@ def test_check_fails_when_a_gradient_is_wrong(
 ) -> None:
     monkeypatch.setattr(report, "cases_of", lambda _, function, dtype, full: option_cases(function, dtype)[:3])
     monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
-    planned = report.planned
-
-    def alone(*given: Any) -> Any:
-        """Plan the cases for this process, where `judge_case` is replaced."""
-        works = planned(*given)
-        for work in works:
-            monkeypatch.setattr(work.harness, "processes", 1)
-        return works
-
-    monkeypatch.setattr(report, "planned", alone)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # cases run in this process, where `judge_case` is replaced
     assert main(["check", target.name]) == 1
     printed = capsys.readouterr().out
     assert "3 failed" in printed
