@@ -152,7 +152,7 @@ def test_skipped_all_reduce_is_detected(pool: Pool, skipped: int | None) -> None
     ],
 )
 def test_fault_in_xent_is_detected(pool: Pool, name: str, fault: str, wanted: str) -> None:
-    for said in pool.run(with_fault, _case(), name, fault):
+    for said in pool.run(with_fault, _case(vocabulary=9), name, fault):  # with more classes all sums are alike
         assert said.startswith(wanted)
 
 
