@@ -118,11 +118,13 @@ def _steps(described: dict[str, Any], records: Sequence[Record]) -> Table:
         for name, implementation in described["variants"].items():
             line = [implementation if lines else f"*{what}:* {implementation}"]
             for model in described["models"]:
+                cells = ["-", "-", "-"]
                 for record in records:
                     if (record.case.model, record.case.checkpointing, record.contender) == (model, checkpointing, name):
                         longest = f"{'≥ ' * record.at_least}{record.longest or '-'}"
                         speed = f"{record.case.tokens / (record.seen or 1):.0f}"
-                        line += [speed, f"{(record.peak_bytes or 0) / 2**30:.1f}", longest]
+                        cells = [speed, f"{(record.peak_bytes or 0) / 2**30:.1f}", longest]
+                line += cells
             lines.append(line)
         for first, best in ((1, max), (2, min), (3, max)):
             _mark(lines, range(first, len(lines[0]), 3), best)

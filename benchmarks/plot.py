@@ -32,11 +32,11 @@ class _Panel:
     title: str
     xlabel: str
     ylabel: str
-    points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    points: dict[str, list[tuple[Any, float]]] = field(default_factory=dict)
     style: dict[str, dict[str, Any]] = field(default_factory=dict)
     axes: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, label: str, point: tuple[float, float], **style: Any) -> None:
+    def add(self, label: str, point: tuple[Any, float], **style: Any) -> None:
         """Add a point."""
         self.points.setdefault(label, []).append(point)
         self.style[label] = style
@@ -49,7 +49,7 @@ def save_plots(records: Sequence[Record], stem: Path) -> list[Path]:
     for name, make in (("ranks", _ranks), ("training", _training)):
         if panels := make(measured):
             written.append(stem.with_name(f"{stem.name}-{name}.png"))
-            _save(panels, where(measured[0]), written[-1])
+            _save(panels, "; ".join(dict.fromkeys(map(where, measured))), written[-1])
     return written
 
 
@@ -74,6 +74,7 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
                 "color": _COLORS.get(name, f"C{names.index(name)}"),
                 "marker": _MARKERS[names.index(name)],
                 "markersize": 6,
+                "clip_on": False,
                 **panel.style[label],
             }
             handles[label] = axes.plot(*zip(*sorted(points), strict=True), label=label, **look)[0]
@@ -97,7 +98,7 @@ def _ranks(records: Sequence[Record]) -> list[_Panel]:
         left = _Panel(f"{sizes}: time", "ranks", "ms in a loop, forward + backward", axes={"ylim": (0, None)})
         right = _Panel(f"{sizes}: memory", "ranks", "peak MiB above the inputs, a rank", axes={"ylim": (0, None)})
         for record in group:
-            ranks = record.case.ranks
+            ranks = str(record.case.ranks)
             floor = {"color": "black", "linestyle": ":"} if kind(record) == "floor" else {}
             left.add(record.contender, (ranks, (record.seen or 0) * 1e3), **floor)
             if record.peak_bytes is not None:

@@ -36,7 +36,7 @@ class Table:
 
 def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
     """Return a row with its smallest numbers in bold."""
-    numbers = {cell: float(cell.rstrip("x")) for cell in row if re.fullmatch(r"[\d.]+(e-?\d+)?x?", cell)}
+    numbers = {cell: float(cell.rstrip("x")) for cell in row if re.fullmatch(r"[\d.]+(e[+-]\d+)?x?", cell)}
     least = min(numbers.values(), default=None)
     return tuple(f"**{cell}**" if cell in numbers and numbers[cell] == least else cell for cell in row)
 

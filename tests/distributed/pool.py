@@ -23,7 +23,7 @@ __all__ = ["GPUS", "INTERPRETED", "PROCESSES", "Pool", "device", "group"]
 GPUS = torch.cuda.is_available() and torch.cuda.device_count() >= 2
 PROCESSES = min(torch.cuda.device_count(), 4) if GPUS else 4
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PATIENCE = 20  # time limit of a call, in seconds
+PATIENCE = 60 if GPUS else 20  # time limit of a call, in seconds; on a GPU kernels are compiled in it
 _groups: dict[int, Any] = {}
 
 
