@@ -58,8 +58,8 @@ class Target:
         """Return the case, with fewer rows and larger tiles if kernels are interpreted."""
         if not self.interpreted:
             return case
-        rows, least = tuple(min(size, 4) for size in case.rows), 67 * 2
-        return replace(case, rows=rows, workspace=case.workspace and max(case.workspace, least))
+        rows = tuple(min(size, 4) for size in case.rows)
+        return replace(case, rows=rows, workspace=case.workspace and max(case.workspace, 134))
 
     def arrays(self, *values: Any, dtype: str = "float32") -> tuple[Any, ...]:
         """Return NumPy arrays as arrays on the device, floats as `dtype`."""

@@ -1,11 +1,14 @@
-"""What FSDP2 does to gradients: PyTorch 2.8 adds them up over the ranks where the backend is gloo."""
+"""What FSDP2 does to gradients: PyTorch 2.8 adds them up over the ranks where the backend is gloo. Whole tensors."""
+
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-__all__ = ["averages"]
+__all__ = ["averages", "whole"]
 
 
 def averages(mesh: DeviceMesh) -> bool:
@@ -14,3 +17,8 @@ def averages(mesh: DeviceMesh) -> bool:
     model = fully_shard(nn.Linear(4, 4, bias=False, device=device), mesh=mesh)
     model(torch.ones(1, 4, device=device)).sum().backward()
     return bool(model.weight.grad.full_tensor()[0, 0] == 1)
+
+
+def whole(value: Any) -> Any:
+    """Return a DTensor in one piece, and anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

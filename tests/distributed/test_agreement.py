@@ -49,6 +49,12 @@ def attempt(
     return None
 
 
+def assert_all_say(found: list[Any], message: str) -> None:
+    for rank, (kind, text) in enumerate(found):
+        assert kind == "ValueError"
+        assert text.startswith(f"rank {rank}: {message}")
+
+
 BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "overlap": (
         [{"vocab_parallel": {"first": 0}}, {"vocab_parallel": {"first": 4}}],
@@ -151,28 +157,20 @@ def test_different_values_of_rows_are_found_if_checked(pool: Pool, name: str) ->
     other[3] = 7
     found = pool.run(attempt, [{name: values[name]}, {name: other}], {"XENT_CHECK_TARGETS": "1"})[:2]
     message = f"{name} of row 3 differs between ranks: it is {values[name][3].item()} on rank 0 and 7"
-    for rank, (kind, text) in enumerate(found):
-        assert kind == "ValueError"
-        assert text.startswith(f"rank {rank}: {message}")
+    assert_all_say(found, message)
 
 
 @pytest.mark.skipif(GPUS, reason="on accelerators the loss of these rows is NaN")
 def test_different_targets_are_found(pool: Pool) -> None:
-    said = [{"vocab_parallel": {"first": first, "size": CLASSES}} for first in FIRST]
-    for more in ([{}, {}], said):
+    for more in ([{}, {}], [{"vocab_parallel": {"first": first, "size": CLASSES}} for first in FIRST]):
         found = pool.run(attempt, [more[0], more[1] | {"target": torch.tensor([0, 1, 2, 3, 4])}])[:2]
-        for rank, (kind, text) in enumerate(found):
-            assert kind == "ValueError"
-            assert text.startswith(
-                f"rank {rank}: target must be the same on all ranks of the group, and that of rank 1"
-            )
+        assert_all_say(found, "target must be the same on all ranks of the group, and that of rank 1")
 
 
 def test_ranges_that_are_named_are_compared_if_checked(pool: Pool) -> None:
     arguments = [{"vocab_parallel": {"first": first, "size": CLASSES}} for first in (0, 5)]
     found = pool.run(attempt, arguments, {"XENT_CHECK_TARGETS": "1"})[:2]
-    for rank, (_, text) in enumerate(found):
-        assert text.startswith(f"rank {rank}: the shards overlap: rank 1 has classes [5, 11) and should have [6, 12)")
+    assert_all_say(found, "the shards overlap: rank 1 has classes [5, 11) and should have [6, 12)")
 
 
 def collectives_of(calls: int, ranks: int, names_both: bool) -> list[str]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
+from tests.distributed.fsdp import whole
 from tests.integrations.models import batch, device, make
 from xent.integrations.transformers import explain, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open, real
@@ -118,10 +119,6 @@ WAYS: dict[str, tuple[str, Callable[[Any, DeviceMesh], Any], str]] = {
 for way, its in (("plan replicate", "replicate"), ("plan rowwise", "rowwise_split_input")):
     if its not in ALL_PARALLEL_STYLES:  # transformers 5.17 lacks the first, 5.0 the second
         del WAYS[way]
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def make_for(name: str, parallelise: Any) -> Any:
