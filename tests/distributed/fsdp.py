@@ -1,4 +1,4 @@
-"""What FSDP2 does to gradients: PyTorch 2.8 adds them up over the ranks where the backend is gloo. Whole tensors."""
+"""FSDP2 and DTensors: does FSDP2 average gradients (PyTorch 2.8 adds them up over gloo), and DTensors in one piece."""
 
 from typing import Any
 
