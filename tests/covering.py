@@ -25,11 +25,12 @@ Row = dict[str, int]
 Combination = frozenset[tuple[str, int]]
 
 
-def covering(factors: Mapping[str, Sequence[Any]], strength: int, seed: str) -> list[dict[str, Any]]:
+def covering(factors: Mapping[str, Sequence[Any]], strength: int, seed: str, costly: str = "") -> list[dict[str, Any]]:
     """Return rows with one value per setting, which contain all combinations of any `strength` settings.
 
     The algorithm is greedy: until no combination is missing, it draws some random rows that each contain a missing one,
-    and keeps the row with the most missing combinations. The same seed gives the same rows.
+    and keeps the row with the most missing combinations. The same seed gives the same rows. A row then gets the first
+    value of the setting `costly`, if no combination is missing without the row's own.
     """
     generator = random.Random(seed)
     missing = dict.fromkeys(combinations_of(factors, strength))  # ordered, unlike a set of strings
@@ -40,8 +41,12 @@ def covering(factors: Mapping[str, Sequence[Any]], strength: int, seed: str) -> 
         best = max(drawn, key=lambda row: sum(found in missing for found in _within(row, strength)))
         for found in _within(best, strength):
             missing.pop(found, None)
-        rows.append({name: factors[name][best[name]] for name in factors})
-    return rows
+        rows.append(best)
+    for row in rows if costly else []:
+        others = {found for other in rows if other is not row for found in _within(other, strength)}
+        if others.issuperset(found for found in _within(row, strength) if costly in dict(found)):
+            row[costly] = 0
+    return [{name: factors[name][row[name]] for name in factors} for row in rows]
 
 
 def combinations_of(factors: Mapping[str, Sequence[Any]], strength: int) -> list[Combination]:
@@ -80,9 +85,12 @@ def _within(row: Row, strength: int) -> list[Combination]:
     return [frozenset(items) for items in combinations(row.items(), strength)]
 
 
-def crossed(**factors: Iterable[Any]) -> tuple[str, list[Any]]:
-    """Return arguments for `parametrize`: rows with every pair of values of two parameters, or the product if FULL."""
+def crossed(costly: str = "", **factors: Iterable[Any]) -> tuple[str, list[Any]]:
+    """Return arguments for `parametrize`: rows with every pair of values of two parameters, or the product if FULL.
+
+    Few rows have another than the first value of the parameter `costly`.
+    """
     values = {name: tuple(some) for name, some in factors.items()}
-    rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors))]
+    rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors), costly)]
     rows = list(product(*values.values())) if FULL else rows
     return ",".join(factors), [pytest.param(*row, id="-".join(str(value) for value in row)) for row in rows]

@@ -60,15 +60,17 @@ def test_matrix_has_every_named_option_and_shape(function: str) -> None:
         assert len({str(case) for case in cases[dtype]}) == len(cases[dtype])
 
 
+@pytest.mark.parametrize("costly", ["", "c"])
 @pytest.mark.parametrize("strength", [1, 2, 3])
-def test_covering_set_is_small_and_the_same_for_a_seed(strength: int) -> None:
+def test_covering_set_is_small_and_the_same_for_a_seed(strength: int, costly: str) -> None:
     factors = {"a": "01", "b": "012", "c": "01", "d": "0123", "e": "01"}
-    rows = covering(factors, strength, "a seed")
+    rows = covering(factors, strength, "a seed", costly)
     numbers = [{name: values.index(row[name]) for name, values in factors.items()} for row in rows]
     found = {frozenset(some) for row in numbers for some in combinations(row.items(), strength)}
     assert found == set(combinations_of(factors, strength))
     assert len(rows) <= [4, 14, 36][strength - 1]
-    assert rows == covering(factors, strength, "a seed")
+    assert rows == covering(factors, strength, "a seed", costly)
+    assert not costly or sum(row["c"] == "1" for row in rows) <= [1, 4, 12][strength - 1]
     assert strength == 1 or rows != covering(factors, strength, "another")
 
 

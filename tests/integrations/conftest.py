@@ -46,15 +46,23 @@ def float32_products() -> Iterator[None]:
     multiply_in_float32()
 
 
+def shapes_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[tuple[int, ...]]:
+    """Return a list to which calls of functions of xent append the shapes of their hidden states."""
+    shapes = []
+
+    def watch(function: Any) -> Any:
+        def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
+            shapes.append(tuple(input.shape))
+            return function(input, *args, **kwargs)
+
+        return watched
+
+    for name in names:
+        monkeypatch.setattr(xent, name, watch(getattr(xent, name)))
+    return shapes
+
+
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return a list to which the shapes of hidden states with a fused loss are appended."""
-    shapes = []
-    function = xent.linear_cross_entropy
-
-    def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tuple(input.shape))
-        return function(input, *args, **kwargs)
-
-    monkeypatch.setattr(xent, "linear_cross_entropy", watched)
-    return shapes
+    """Return a list of the shapes of hidden states with a fused loss."""
+    return shapes_of(monkeypatch, "linear_cross_entropy")

@@ -7,12 +7,22 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from xent.integrations.transformers import patch
 from xent.integrations.transformers.deferred import History
 from xent.integrations.transformers.patching import defer_logits
 
 __all__ = [
     *("LISTED", "MODELS", "SMALL", "TOKENS", "VOCABULARY"),
-    *("batch", "deferring", "device", "gradients", "make", "spread_logits", "worst_difference"),
+    *(
+        "batch",
+        "compare_under_autocast",
+        "deferring",
+        "device",
+        "gradients",
+        "make",
+        "spread_logits",
+        "worst_difference",
+    ),
 ]
 
 VOCABULARY = 96
@@ -118,6 +128,20 @@ def gradients(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, 
     outputs = model(**inputs)
     (outputs["loss"] if isinstance(outputs, dict) else outputs[0]).backward()
     return outputs, {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def compare_under_autocast(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> None:
+    """Assert that a patched model has the logits of the plain one, and gradients as close to those in float32."""
+    _, truth = gradients(model, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        plain, rounded = gradients(model, inputs)
+        with patch(model):
+            patched, found = gradients(model, inputs)
+    assert patched.logits.dtype == plain.logits.dtype == dtype
+    assert torch.equal(patched.logits, plain.logits)  # read outside of autocast
+    for key, gradient in truth.items():
+        ours, theirs = ((values[key] - gradient).norm() for values in (found, rounded))
+        assert ours <= 1.5 * theirs + 2.0**-8 * gradient.norm(), key
 
 
 def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

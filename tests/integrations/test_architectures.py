@@ -13,6 +13,7 @@ from tests.integrations.models import (
     TOKENS,
     VOCABULARY,
     batch,
+    compare_under_autocast,
     device,
     gradients,
     spread_logits,
@@ -129,15 +130,5 @@ def test_step(name: str, fused: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize("name", ["MBart", "Marian"])
 def test_offset_under_autocast(name: str, fused: list[tuple[int, ...]]) -> None:
     """The added constant is float32, so the logits become float32."""
-    model, inputs = make(*FUSED[f"a number for each class added: {name}"]), batch()
-    _, truth = gradients(model, inputs)
-    with torch.autocast(device, torch.bfloat16):
-        plain, rounded = gradients(model, inputs)
-        with patch(model):
-            patched, found = gradients(model, inputs)
+    compare_under_autocast(make(*FUSED[f"a number for each class added: {name}"]), batch(), torch.float32)
     assert fused
-    assert patched.logits.dtype == plain.logits.dtype == torch.float32
-    assert torch.equal(patched.logits, plain.logits)
-    for key, gradient in truth.items():
-        ours, theirs = ((values[key] - gradient).norm() for values in (found, rounded))
-        assert ours <= 1.5 * theirs + 2.0**-8 * gradient.norm(), key

@@ -45,6 +45,8 @@ def torchrun(
     weights = folder / "weights.pt"
     arguments = [str(script), *options, "--save", str(weights), "--steps", str(STEPS)]
     printed = launch(processes, "tests.integrations.watched", *arguments, gpus=gpus)
+    if "FSDP2 adds up" in printed:
+        pytest.skip("FSDP2 adds gradients up instead of averaging them here, with every loss (PyTorch 2.8 over gloo)")
     losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", printed, flags=re.MULTILINE)]
     return (
         torch.load(weights, map_location="cpu"),
@@ -100,7 +102,7 @@ def test_recipe_trains_like_one_process(recipe: str, tmp_path: Path, one_process
 
 
 def test_all_descriptions_of_shards_have_the_same_loss() -> None:
-    printed = launch(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"), gpus=GPUS > 1)
+    printed = launch(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"))
     losses = dict(re.findall(r"^([a-zA-Z ]+): (\d+\.\d+)$", printed, flags=re.MULTILINE))
     assert list(losses) == ["process group", "DTensor", "tokens in shards", "padding", "logits in shards"]
     assert len({losses[way] for way in ("process group", "DTensor", "tokens in shards")}) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.models import LISTED, MODELS, batch, gradients, make, worst_difference
+from tests.integrations.models import LISTED, MODELS, batch, compare_under_autocast, gradients, make, worst_difference
 from xent.integrations.transformers import causal_lm_loss, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
 
@@ -90,19 +90,8 @@ def test_bfloat16(name: str, fused: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_autocast(name: str, fused: list[tuple[int, ...]]) -> None:
-    model, inputs = make(name), batch()
-    kind = inputs["input_ids"].device.type
-    _, truth = gradients(model, inputs)
-    with torch.autocast(kind, torch.bfloat16):
-        plain, rounded = gradients(model, inputs)
-        with patch(model):
-            patched, found = gradients(model, inputs)
+    compare_under_autocast(make(name), batch(), torch.bfloat16)
     assert fused
-    assert patched.logits.dtype == plain.logits.dtype == torch.bfloat16
-    assert torch.equal(patched.logits, plain.logits)  # read outside of autocast
-    for key, gradient in truth.items():
-        ours, theirs = ((values[key] - gradient).norm() for values in (found, rounded))
-        assert ours <= 1.5 * theirs + 2.0**-8 * gradient.norm(), key
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

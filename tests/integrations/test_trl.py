@@ -12,7 +12,7 @@ import trl.trainer.distillation_trainer as distillation_trainer
 import trl.trainer.utils as trainer_utils
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Theirs
 
-import xent
+from tests.integrations.conftest import shapes_of
 from tests.integrations.trl_training import TRAINERS, Run, make_model, train
 from xent.integrations import trl as integration
 from xent.integrations.transformers import explain
@@ -40,18 +40,7 @@ def plain_trl() -> Any:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Return a list of the shapes of hidden states from which log-probabilities or divergences are computed."""
-    shapes = []
-
-    def watch(function: Any) -> Any:
-        def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
-            shapes.append(tuple(input.shape))
-            return function(input, *args, **kwargs)
-
-        return watched
-
-    for name in ("linear_log_probs", "linear_divergence"):
-        monkeypatch.setattr(xent, name, watch(getattr(xent, name)))
-    return shapes
+    return shapes_of(monkeypatch, "linear_log_probs", "linear_divergence")
 
 
 def assert_same_run(ours: Run, theirs: Run, steps: int = 3, error: float = 1e-5) -> None:

@@ -1,5 +1,7 @@
 """Run a script (arguments: file, its arguments) and print how many losses were computed from hidden states.
 
+Also print whether FSDP2, if the script uses it, adds gradients up instead of averaging them.
+
 The script sleeps before it destroys its process group, so that its last tensors are released. PyTorch 2.13 waits for
 gloo's threads without releasing the interpreter lock, which they need to release a tensor; this can be a deadlock.
 """
@@ -10,9 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import xent
+from tests.distributed.fsdp import averages
 
 __all__ = []
 
@@ -28,11 +33,15 @@ def main() -> None:
     destroy = dist.destroy_process_group
 
     def destroy_later(*group: Any) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if "fully_shard" in source and not averages(init_device_mesh(device, (dist.get_world_size(),))):
+            print("FSDP2 adds up")
         time.sleep(1)
         destroy(*group)
 
     xent.linear_cross_entropy, dist.destroy_process_group = watched, destroy_later
     del sys.argv[0]
+    source = Path(sys.argv[0]).read_text(encoding="utf-8")
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     print(f"fused losses: {len(calls)}")

@@ -29,6 +29,10 @@ def load(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         skip_without(error, name)
         raise
+    except ImportError as error:
+        if "gluon" in str(error.name):  # Triton 3.4 lacks what the kernel for Hopper needs
+            pytest.skip(str(error))
+        raise
 
 
 def skip_without(error: ModuleNotFoundError, what: str) -> None:

@@ -14,7 +14,7 @@ import xent
 from tests.targets import Target
 
 REDUCTIONS = ("mean", "none")
-FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+each_loss = pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 
 
 class Watching(TorchDispatchMode):
@@ -36,7 +36,7 @@ def loss_of(target: Target, function: str, leaves: list[Tensor], classes: Tensor
     return getattr(xent, function)(*leaves, classes, backend=target.name, **options)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_results_equal_the_custom_operations(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ def test_results_equal_the_custom_operations(target: Target, function: str, redu
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_hooks_see_all_saved_tensors(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
@@ -78,7 +78,7 @@ def test_hooks_see_all_saved_tensors(target: Target, function: str, reduction: s
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_graph_is_freed_after_backward(target: Target, function: str, reduction: str) -> None:
     leaves, classes = draw(target, function)
@@ -89,7 +89,7 @@ def test_graph_is_freed_after_backward(target: Target, function: str, reduction:
         torch.autograd.grad(loss, leaves, upstream)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 def test_gradient_with_a_retained_graph_is_another_tensor(target: Target, function: str) -> None:
     leaves, classes = draw(target, function)
     loss = loss_of(target, function, leaves, classes)
@@ -113,7 +113,7 @@ UPSTREAMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", UPSTREAMS)
 def test_upstream_gradients_that_are_views(target: Target, function: str, reduction: str, kind: str) -> None:
@@ -129,7 +129,7 @@ def test_upstream_gradients_that_are_views(target: Target, function: str, reduct
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_tensors_of_an_ended_transform(target: Target, function: str, reduction: str) -> None:
     leaves, classes = draw(target, function)
@@ -178,7 +178,7 @@ def test_autocast_does_not_change_float32_logits(target: Target, reduction: str,
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_tensors_of_inference_mode(target: Target, function: str, reduction: str) -> None:
     leaves, classes = draw(target, function)
@@ -192,7 +192,7 @@ def test_tensors_of_inference_mode(target: Target, function: str, reduction: str
         torch.testing.assert_close(inside, expected)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("end", ["loss dropped", "backward"])
 def test_memory_is_freed_without_the_garbage_collector(target: Target, function: str, reduction: str, end: str) -> None:

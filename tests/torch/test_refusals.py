@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
 from xent.integrations.torch import LinearCrossEntropyLoss
 
@@ -45,24 +46,24 @@ def test_forward_mode_over_reverse_mode_raises(target: Target, tensors: dict[str
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # JSON, which it then leaves to Python
-@pytest.mark.parametrize("name", ["logits", "input", "linear_weight"])
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "how",
-    [
-        "hessian",
-        "vmap of grad",
-        "vmap of grad of grad",
-        "grad of vmap",
-        "functionalize of grad",
-        "grad of functionalize",
-    ],
+    *crossed(
+        costly="compiled",
+        name=["logits", "input", "linear_weight"],
+        compiled=[False, True],
+        how=[
+            "hessian",
+            "vmap of grad",
+            "vmap of grad of grad",
+            "grad of vmap",
+            "functionalize of grad",
+            "grad of functionalize",
+        ],
+    )
 )
 def test_nested_transforms_raise(
     target: Target, tensors: dict[str, Tensor], name: str, compiled: bool, how: str
 ) -> None:
-    if compiled and "functionalize" in how:
-        return  # Dynamo does not trace this
     loss = loss_of(tensors, target, name)
     batch = tensors[name].expand(3, -1, -1)
     no_vmap = f"{name} is batched by torch.vmap, which xent does not support"
@@ -75,7 +76,7 @@ def test_nested_transforms_raise(
         "functionalize of grad": (torch.func.functionalize(torch.func.grad(loss)), tensors[name], no_functionalize),
         "grad of functionalize": (torch.func.grad(torch.func.functionalize(loss)), tensors[name], no_functionalize),
     }[how]
-    if compiled:
+    if compiled and "functionalize" not in how:  # Dynamo does not trace this
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):
             torch.compile(function, backend="aot_eager")(argument)
@@ -150,7 +151,6 @@ def test_nested_tensors_raise(target: Target, tensors: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch was built without torch.distributed")
-@pytest.mark.filterwarnings("ignore:DTensor random operators")  # PyTorch 2.6
 def test_sharded_tensors_raise() -> None:
     """tests/distributed has the supported case, a vocabulary in shards."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import xent
+from tests.cases import FUNCTIONS
 from tests.covering import crossed
 from tests.targets import Target
 from xent.core.spec import STAT_NAMES
@@ -114,6 +115,7 @@ def upstream_of(loss: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     *crossed(
+        costly="values",
         function=["cross_entropy", "linear_cross_entropy", "with a bias"],
         name=list(OPTIONS),
         dtype=DTYPES,
@@ -162,6 +164,7 @@ def test_gradient_of_a_scale(target: Target, values: Callable[..., Any], functio
 
 @pytest.mark.parametrize(
     *crossed(
+        costly="values",
         option=[("logit_scale", 2), ("logit_scale", -1), ("logit_scale", 0), ("softcap", 2)],
         dtype=[*DTYPES, "int64"],
         on_cpu=[False, True],
@@ -255,7 +258,7 @@ def test_heads_shifts_and_axes_train_a_scale(target: Target, reduction: str, kin
     torch.testing.assert_close(gradient(found), gradient(xent.cross_entropy(z, y, **options)))
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_rows_without_a_target_do_not_contribute(target: Target, function: str) -> None:
     loss, _ = pair(target, function, "mean")
     sources = sources_of(target, function, "float32")
@@ -277,7 +280,7 @@ def test_meta_tensors_have_a_scale(target: Target) -> None:
     assert (gradient.device.type, gradient.shape) == ("meta", ())
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_errors_name_the_option(target: Target, function: str) -> None:
     sources, y = sources_of(target, function, "float32"), target_of(target)
 
@@ -335,7 +338,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_shards_accept_a_scale_without_gradient(group: None, function: str, compiled: bool) -> None:
     torch._dynamo.reset()

@@ -142,6 +142,7 @@ def transformed(how: str, function: Callable[..., Tensor], numbers: tuple[int, .
 
 @pytest.mark.parametrize(
     *crossed(
+        costly="compiled",
         name=NAMES,
         how=["grad", "vjp", "grad_and_value", "jacrev"],
         compiled=[None, "eager", "aot_eager"],
