@@ -88,7 +88,7 @@ def _within(row: Row, strength: int) -> list[Combination]:
 def crossed(costly: str = "", **factors: Iterable[Any]) -> tuple[str, list[Any]]:
     """Return arguments for `parametrize`: rows with every pair of values of two parameters, or the product if FULL.
 
-    Few rows have another than the first value of the parameter `costly`.
+    Where these pairs allow it, a row has the first value of the parameter `costly`.
     """
     values = {name: tuple(some) for name, some in factors.items()}
     rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors), costly)]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from triton.experimental.gluon.language.nvidia import hopper as instructions
 
 import xent
 from xent.backends.triton import TritonBackend, launches, machine
@@ -58,9 +59,10 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
                 _call(case)
             except Exception as error:
                 failed.append(f"{case}: {type(error).__name__}: {error}")
-        _call_hopper()
-        with patch.object(products, "off", lambda device: None):  # the kernel that joins the products' sums
-            _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
+        if hasattr(instructions, "warpgroup_mma"):  # not in Triton 3.4, which cannot compile the products
+            _call_hopper()
+            with patch.object(products, "off", lambda device: None):  # the kernel that joins the products' sums
+                _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
     return list(found), failed
 
 
