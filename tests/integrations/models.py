@@ -12,17 +12,8 @@ from xent.integrations.transformers.deferred import History
 from xent.integrations.transformers.patching import defer_logits
 
 __all__ = [
-    *("LISTED", "MODELS", "SMALL", "TOKENS", "VOCABULARY"),
-    *(
-        "batch",
-        "compare_under_autocast",
-        "deferring",
-        "device",
-        "gradients",
-        "make",
-        "spread_logits",
-        "worst_difference",
-    ),
+    *("LISTED", "MODELS", "SMALL", "TOKENS", "VOCABULARY", "batch", "compare_under_autocast"),
+    *("deferring", "device", "gradients", "make", "spread_logits", "worst_difference"),
 ]
 
 VOCABULARY = 96
