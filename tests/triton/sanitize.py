@@ -8,7 +8,6 @@ vocabularies to run instead of all. `tests.triton.watch` runs this program under
 """
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,16 +30,14 @@ VARIANTS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 def main(*vocabularies: int) -> None:
     """Run everything once; AssertionError for wrong results."""
-    count = 0
     for vocabulary in vocabularies or VOCABULARIES:
         for dtype, options in VARIANTS:
             for reduction in ("mean", "none"):
-                count += sum(1 for _ in calls(vocabulary, dtype, reduction, options))
+                calls(vocabulary, dtype, reduction, options)
     torch.cuda.synchronize()
-    print(f"{count} calls came out right")
 
 
-def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str, Any]) -> Iterator[None]:
+def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str, Any]) -> None:
     """Make each kind of call, with classes and with probabilities, and check which rows are NaN."""
     torch.manual_seed(0)
     rows, width = 7, 16
@@ -58,22 +55,17 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
     for inplace in (False, True):
         logits = (hidden @ weight.t()).requires_grad_()
         judge(xent.cross_entropy(logits * 1, target, inplace=inplace, **options), logits)
-        yield
     for cut in (slice(1, None), slice(None, -1)):  # rows apart, and off boundaries
         fewer = options | ({"weight": options["weight"][cut]} if "weight" in options else {})
         judge(xent.cross_entropy(logits[:, cut], target.clamp(max=vocabulary - 2), **fewer), logits, wrong=(2,))
-        yield
     probabilities = torch.rand(rows, vocabulary, device="cuda")
     judge(xent.cross_entropy(logits * 1, probabilities, **options), logits, wrong=())
-    yield
     for workspace in (None, 2 * vocabulary * weight.itemsize):
         leaf = hidden.clone().requires_grad_()
         judge(xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options), leaf)
-        yield
         with torch.no_grad():
             result = xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options)
         judge_rows(result, WRONG)
-        yield
 
 
 def judge(result: Any, leaf: torch.Tensor, wrong: Any = WRONG) -> None:
