@@ -1,4 +1,4 @@
-"""Launch every kernel with small shapes, for NVIDIA's compute-sanitizer; some targets are far out of range.
+"""Launch kernels with small shapes, for NVIDIA's compute-sanitizer; some targets are far out of range.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.sanitize
 
