@@ -1,4 +1,4 @@
-"""The calls of the GPU tests: both functions, with every reduction, and their gradients."""
+"""The calls of the GPU tests: all functions, losses with every reduction, and their gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ROWS, HIDDEN = 96, 64
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One of the two functions, with options."""
+    """A public function, with options."""
 
     function: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -27,14 +27,15 @@ class Call:
         return "-".join([self.function, str(self.vocabulary), *named])
 
     def draw(self, seed: int, device: str = "cuda") -> tuple[Tensor, ...]:
-        """Return the differentiable tensors, then the target, of which some entries are ignored."""
+        """Return the differentiable tensors, then targets, some of them ignored, or a teacher's logits."""
         generator = torch.Generator().manual_seed(seed)
         target = torch.randint(self.vocabulary, (ROWS,), generator=generator)
         target[seed % 7 :: 7] = -100
-        shapes = [(ROWS, self.vocabulary)]
-        if self.function == "linear_cross_entropy":
-            shapes = [(ROWS, HIDDEN), (self.vocabulary, HIDDEN)]
+        logits = ROWS, self.vocabulary
+        shapes = [(ROWS, HIDDEN), (self.vocabulary, HIDDEN)] if self.function.startswith("linear") else [logits]
         drawn = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
+        if self.function.endswith("divergence"):
+            target = torch.randn(logits, generator=generator)
         return (*(tensor.requires_grad_() for tensor in drawn), target.to(device))
 
     def __call__(self, *tensors: Tensor) -> Tensor:
@@ -70,4 +71,5 @@ CALLS = [
         for chunks in (ONE_CHUNK, SEVERAL_CHUNKS)
     ),
     Call("linear_cross_entropy", {"workspace": ROWS // 4 * LONG * 2}, LONG),
+    *map(Call, ("log_probs", "linear_log_probs", "divergence", "linear_divergence")),
 ]
