@@ -48,6 +48,7 @@ def test_dpo(tmp_path: Path, run: Callable[[str], Found]) -> None:
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch.compile begins with an empty one
 def test_small_model(run: Callable[[str], Found]) -> None:
     losses = run("small_model.py --layers 1 --width 32 --vocabulary 500 --tokens 64")["loss"]
     assert 4 <= len(losses) <= 6
