@@ -117,8 +117,7 @@ def test_second_backward_gives_the_same_gradients(target: Target, case: Case) ->
     found = tuple(case.found_in(call(*leaves)).values())
     upstream = upstream_of(target, case, inputs)
     first, second = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, first, second))
     # Backward passes of single results, in any order, give the gradients of that result.
     order = [*range(2, len(found)), *range(len(found))][: len(found)]
     apart = [torch.autograd.grad(found[i], leaves, upstream[i], retain_graph=True) for i in order]

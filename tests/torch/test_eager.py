@@ -74,8 +74,7 @@ def test_hooks_see_all_saved_tensors(target: Target, function: str, reduction: s
         for copy in copies:
             copy.copy_(torch.full_like(copy, torch.nan))  # the original must not be read again
     found = torch.autograd.grad(loss, copies, torch.ones_like(loss))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found, expected))
 
 
 @each_loss
@@ -100,8 +99,7 @@ def test_gradient_with_a_retained_graph_is_another_tensor(target: Target, functi
     assert all(grad.abs().sum() > 0 for grad in second)
     copies = [grad.clone() for grad in second]
     torch.autograd.grad(3 * loss, leaves)
-    for grad, copy in zip(second, copies, strict=True):
-        assert torch.equal(grad, copy)
+    assert all(map(torch.equal, second, copies))
 
 
 UPSTREAMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -174,8 +172,7 @@ def test_autocast_does_not_change_float32_logits(target: Target, reduction: str,
             loss = loss_of(target, "cross_entropy", leaves, classes, reduction=reduction)
         with torch.autocast(target.device, torch.bfloat16, enabled=kinds in ("backward", "both")):
             outcome.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
-    for one, other in zip(*outcome, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, *outcome))
 
 
 @each_loss

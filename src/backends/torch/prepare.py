@@ -183,7 +183,8 @@ def _support(target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tu
     if not looks and broken is None and len(begin):
         given = torch.cat((begin, end[-1:])).to(torch.int64)
         rising = given.clamp(0, len(target.classes)).cummax(0).values
-        rising[0], rising[-1] = 0, len(target.classes)
+        rising[:1].zero_()  # a number assigned to an element would be copied from the host
+        rising[-1:].fill_(len(target.classes))
         begin, end, broken = rising[:-1], rising[1:], (rising != given).any()
     begin, end = (each(values.view(rows), 0, torch.int64) for values in (begin, end))
     return Allowed(ids, target.classes, begin, end, broken)

@@ -16,7 +16,7 @@ ROWS, HIDDEN = 96, 64
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A public function, with options."""
+    """A public function, with options. A support has two classes per row, the target first."""
 
     function: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,11 @@ class Call:
         *sources, target = tensors
         if self.options.get("inplace"):
             sources = [source * 1 for source in sources]
-        return getattr(xent, self.function)(*sources, target, backend="triton", **self.options)
+        options = dict(self.options)
+        if "support" in options:
+            ids = torch.stack((target, target + 1), 1).flatten() % self.vocabulary
+            options["support"] = xent.Support(ids, torch.arange(0, len(ids) + 1, 2, device=ids.device))
+        return getattr(xent, self.function)(*sources, target, backend="triton", **options)
 
 
 def run(call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -72,4 +76,5 @@ CALLS = [
     ),
     Call("linear_cross_entropy", {"workspace": ROWS // 4 * LONG * 2}, LONG),
     *map(Call, ("log_probs", "linear_log_probs", "divergence", "linear_divergence")),
+    Call("log_probs", {"support": True}),
 ]

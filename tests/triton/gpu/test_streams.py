@@ -56,8 +56,7 @@ def test_waits_for_its_stream(call: Call) -> None:
                 place.copy_(values)
         found = run(call, late)
     side.synchronize()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -76,8 +75,7 @@ def test_waits_for_no_other_stream(call: Call) -> None:
     side.synchronize()
     assert not busy.query(), "the default stream's sleep was waited for"
     torch.cuda.synchronize()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
