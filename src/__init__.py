@@ -7,8 +7,7 @@ imported by the first call that needs it.
 
 import sys as _sys
 
-from xent.backends import backends
-from xent.core.api import (
+from xent.api import (
     cross_entropy,
     divergence,
     linear_cross_entropy,
@@ -16,6 +15,7 @@ from xent.core.api import (
     linear_log_probs,
     log_probs,
 )
+from xent.backends import backends
 from xent.core.spec import (
     BackendError,
     BackendInfo,

@@ -85,8 +85,11 @@ def backends() -> list[BackendInfo]:
     return [load().info() for load in TABLE.values()]
 
 
-def selected(name: str, call: Call, array: Any) -> Backend:
-    """Return the backend called `name`, or for "auto" the first that can serve a call on this array; else raise."""
+def selected(name: str, call: Call, array: Any, depth: int = 2) -> Backend:
+    """Return the backend called `name`, or for "auto" the first that can serve a call on this array; else raise.
+
+    `depth`: the number of functions between the public function and this one, which a warning skips.
+    """
     if not isinstance(name, str):
         raise TypeError(f"backend must be 'auto' or one of {_names()}, got {shown(name)}")
     framework: Any = framework_of(array)
@@ -113,7 +116,7 @@ def selected(name: str, call: Call, array: Any) -> Backend:
             )
             if message not in _warned:
                 _warned.add(message)
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                warnings.warn(message, RuntimeWarning, stacklevel=depth + 3)
     if name == "auto":
         raise BackendError(f"no backend can serve this call on {framework} arrays: " + "; ".join(refusals))
     title = f"backend {name!r}{origin}"

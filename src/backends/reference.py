@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from xent.backends.reference_divergence import Array, between, expectation, from_top_k
-from xent.core.call import Activation, Allowed, Call, Dense, Given, Options, Probabilities, Source, TopK
+from xent.core.call import Activation, Allowed, Call, Dense, Given, Options, Probabilities, Source, TopK, folded
 from xent.core.spec import ROW_STATS, BackendInfo, Stats
 from xent.core.validate import check_support, check_targets, check_temperature
 
@@ -134,6 +134,7 @@ class _Rows:
     """
 
     def __init__(self, call: Call) -> None:
+        call = folded(call)
         target, activation, self.options = call.target, call.activation, call.options
         options, shift, z = self.options, self.options.shift, _raw(call.source)
         assert isinstance(shift, int)
@@ -301,7 +302,8 @@ def _normalized(x: Array) -> tuple[Array, Array]:
 
 def _outside(support: Allowed, count: int, vocabulary: int) -> Array:
     """Return the mask (N, V) of the classes that are not in each row's support; raise for an invalid support."""
-    ids, begin, end = (np.asarray(part, np.int64) for part in (support.classes, support.begin, support.end))
+    ids, offsets = np.asarray(support.classes, np.int64), np.asarray(support.offsets, np.int64)
+    begin, end = offsets[:-1], offsets[1:]
     check_support(ids, begin, end, vocabulary)
     outside = np.ones((count, vocabulary), bool)
     outside[np.repeat(np.arange(count), end - begin), ids] = False

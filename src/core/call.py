@@ -14,10 +14,13 @@ __all__ = [
     "INTEGER_DTYPES",
     "Activation",
     "Allowed",
+    "ArraySlot",
     "Call",
     "Classes",
     "Dense",
     "Given",
+    "GroupSlot",
+    "NumberSlot",
     "Options",
     "Probabilities",
     "Product",
@@ -27,8 +30,10 @@ __all__ = [
     "TopK",
     "array_of",
     "describe",
+    "differs",
     "dtype_name",
     "fields_of",
+    "folded",
     "framework_of",
     "gathered",
     "replaced",
@@ -72,15 +77,16 @@ class Classes(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """Target classes, and the classes that a sampler allowed: row i has ``classes[begin[i]:end[i]]``."""
+    """Target classes, and the classes that a sampler allowed: row i has ``classes[offsets[i]:offsets[i + 1]]``."""
 
     ids: Any
     classes: Any
     """(M,) integers."""
-    begin: Any
-    """(N,) integers: all entries of `xent.Support.offsets` but the last."""
-    end: Any
-    """(N,) integers: all entries but the first."""
+    offsets: Any
+    """(N + 1,) integers of `xent.Support`."""
+    begin: Any = None
+    """(N,) integers, only in a prepared call, like `end`: row i has ``classes[begin[i]:end[i]]``."""
+    end: Any = None
     broken: Any = None
     """0-d bool tensor: whether the offsets are invalid. None if their values have been checked."""
 
@@ -95,13 +101,13 @@ class Probabilities(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """x = softcap * tanh(logit_scale * z / softcap) / temperature. A temperature that is a number is folded in."""
+    """x = softcap * tanh(logit_scale * z / softcap) / temperature."""
 
     logit_scale: Any = 1.0
     """A number or a 0-d array, like `softcap`."""
     softcap: Any = None
     temperature: Any = None
-    """One per row, with the target's shape, (N,) in a prepared call; None for 1. (MLX: it may be 0-d.)"""
+    """None for 1; a number, until `folded`; or one per row, 0-d or with the target's shape, (N,) in a prepared call."""
 
 
 class Dense(NamedTuple):
@@ -177,9 +183,95 @@ class Call(NamedTuple):
     shards: Shards | None = None
 
 
+def folded(call: Call) -> Call:
+    """Return the call with the one temperature of all rows in scale and softcap. No 16-bit dtype rounds these.
+
+    k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
+    """
+    temperature, target = call.activation.temperature, call.target
+    if temperature is None or not (isinstance(temperature, (int, float)) or isinstance(target, (Dense, TopK))):
+        return call
+    if isinstance(target, Dense):
+        target = replaced(target, activation=_folded(target.activation))
+    return replaced(call, target=target, activation=_folded(call.activation))
+
+
+def _folded(activation: Activation) -> Activation:
+    scale, softcap, temperature = activation
+    return Activation(_wide(scale) / temperature, None if softcap is None else _wide(softcap) / temperature)
+
+
+def _wide(value: Any) -> Any:
+    """Convert a 0-d array to float64, on mps and for MLX to float32 if it is not float64; return numbers unchanged."""
+    framework = framework_of(value)
+    if framework == "torch":
+        import torch
+
+        return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    if framework == "mlx":
+        import mlx.core as mx
+
+        return value if value.dtype == mx.float64 else value.astype(mx.float32)
+    return value
+
+
 def array_of(call: Call) -> Any:
     """Return the array whose framework and device are those of the call."""
     return call.source.logits if isinstance(call.source, Given) else call.source.input
+
+
+class ArraySlot(NamedTuple):
+    """Stands for an array of PyTorch in the description of a call: what decides how the call runs."""
+
+    place: int
+    """Its place among the operands of the call."""
+    shape: tuple[Any, ...]
+    """None for the size of an axis of rows."""
+    rows: tuple[int, ...]
+    """The axes of rows."""
+    dtype: Any
+    device: Any
+    requires_grad: bool
+    is_dense: bool
+    """Whether it is contiguous."""
+    is_aligned: bool
+    """Whether it begins at a multiple of 16 bytes."""
+
+    is_nested = False
+    layout = "torch.strided"
+
+    def dim(self) -> int:
+        """Return the number of axes."""
+        return len(self.shape)
+
+    def is_contiguous(self) -> bool:
+        """Return whether it is contiguous."""
+        return self.is_dense
+
+    def without_rows(self) -> "ArraySlot":
+        """Return it without the sizes of axes of rows."""
+        return self._replace(shape=tuple([None if axis in self.rows else n for axis, n in enumerate(self.shape)]))
+
+
+class NumberSlot(NamedTuple):
+    """Stands for the number of an option."""
+
+    place: int
+    bucket: str
+    """What decides how the call runs: "neutral", "given", or the kind of a beta."""
+
+
+class GroupSlot(NamedTuple):
+    """Stands for a process group."""
+
+    place: int
+
+
+def differs(number: Any, neutral: float) -> bool:
+    """Return whether an option is not known to have its neutral value; that of an array is not known."""
+    if isinstance(number, NumberSlot):
+        return number.bucket != "neutral"
+    return not isinstance(number, (int, float)) or number != neutral
 
 
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
@@ -226,7 +318,7 @@ def framework_of(value: Any) -> str | None:
             import torch
         except ImportError:
             return None
-        return "torch" if isinstance(value, torch.Tensor) else None
+        return "torch" if isinstance(value, (torch.Tensor, ArraySlot)) else None
     if any((base.__module__, base.__name__) == ("mlx.core", "array") for base in type(value).__mro__):
         return "mlx"
     return None

@@ -5,7 +5,7 @@ because reading them may synchronise with the device.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from xent.core.call import (
@@ -20,6 +20,7 @@ from xent.core.call import (
     Options,
     Probabilities,
     Product,
+    Shards,
     Source,
     Target,
     TopK,
@@ -29,7 +30,17 @@ from xent.core.call import (
     gathered,
     replaced,
 )
-from xent.core.spec import LinearTeacher, QuantizedWeight, Subset, Support, TopKTeacher, bounded
+from xent.core.spec import (
+    DIVERGENCE_STATS,
+    LOG_PROB_STATS,
+    STAT_NAMES,
+    LinearTeacher,
+    QuantizedWeight,
+    Subset,
+    Support,
+    TopKTeacher,
+    bounded,
+)
 from xent.core.validate import (
     PLAIN,
     RANGES,
@@ -40,7 +51,14 @@ from xent.core.validate import (
     shards_of,
 )
 
-__all__ = ["NO_SUBSET", "described"]
+__all__ = [
+    "NO_SUBSET",
+    "Describer",
+    "describe_divergence",
+    "describe_log_probs",
+    "describe_loss",
+    "have_same_rows",
+]
 
 NO_SUBSET = (
     "a xent.Subset does not go with vocab_parallel, because the classes that it selects are on other ranks: pass the "
@@ -84,77 +102,164 @@ _REQUIRED = (
 )
 
 
-def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
-    """Check the arguments of a public function, by their names, and describe the call.
+Arguments = dict[str, Any]
+Describer = Callable[[Arguments, Collection[str]], Call]
+"""Checks the arguments of a public function, by their names, and describes the call. The arguments that are not among
+those passed have valid values."""
 
-    The arguments that are not among those `passed` have valid values. Log-probabilities are described as a loss with
-    reduction "none", not negated, with float32 logits.
+
+def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
+    """Describe a call of `xent.cross_entropy` or `xent.linear_cross_entropy`."""
+    framework, given = _checked(arguments, passed, STAT_NAMES, STAT_NAMES[:0])
+    shards = _shards(framework, given, "input" in given)
+    heads = len(given["shift"]) if isinstance(given["shift"], tuple) else None
+    source, rows, axis, vocabulary = _source(given, passed, shards, heads)
+    target = _target(framework, given, source, rows, axis, vocabulary)
+    _check_weights(given, rows, vocabulary)
+    named = {name: given[name] for name in Options._fields if name in given}
+    activation = Activation(given["logit_scale"], given["softcap"])
+    return Call(source, target, activation, Options(**named, heads=heads), shards)
+
+
+def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
+    """Describe a call of `xent.log_probs` or `xent.linear_log_probs`: a loss with reduction "none", not negated."""
+    support = arguments["support"]
+    if support is not None and not isinstance(support, Support):
+        raise TypeError(f"support must be a xent.Support or None, got {describe(support)}")
+    entropy = ("entropy",) if arguments["entropy"] is True else ()
+    framework, given = _checked(arguments, passed, LOG_PROB_STATS, entropy)
+    shards = _shards(framework, given, "input" in given)
+    source, rows, _, _ = _source(given, passed, shards, None)
+    target = _classes(framework, given, source, rows, "")
+    if support is not None:
+        target = _allowed(target, support, rows)
+    heat = given["temperature"]
+    if framework_of(heat) is not None:
+        if dtype_name(heat) not in FLOAT_DTYPES:
+            raise TypeError(f"temperature must be a number, or an array of floats; got {describe(heat)}")
+        if tuple(heat.shape) not in (rows, ()):
+            raise ValueError(
+                f"temperature must be a number or have the target's shape {rows}, one for each row; got "
+                f"{tuple(heat.shape)}"
+            )
+    named = {name: given[name] for name in ("ignore_index", "stats", "shift")}
+    options = Options("none", **named, exact=True, accuracy_of_rows=True)
+    return Call(source, target, _activation(given["logit_scale"], given["softcap"], heat), options, shards)
+
+
+def describe_divergence(arguments: Arguments, passed: Collection[str]) -> Call:
+    """Describe a call of `xent.divergence` or `xent.linear_divergence`."""
+    _check_teacher(arguments["teacher"])
+    framework, given = _checked(arguments, passed, DIVERGENCE_STATS, STAT_NAMES[:0])
+    shards = _shards(framework, given, False)
+    if shards is not None and isinstance(given["teacher"], Subset):
+        raise ValueError(NO_SUBSET)
+    source, rows, axis, vocabulary = _source(given, passed, shards, None)
+    target = _teacher(framework, given, rows, vocabulary, axis, shards is not None)
+    _check_weights(given, rows, vocabulary)
+    heat = given["temperature"]
+    if framework_of(heat) is not None:  # while a compiler traces, numbers of NumPy are tensors
+        heat = heat.where(heat > 0, math.nan)
+    if isinstance(target, Dense):
+        target = replaced(target, activation=_activation(*target.activation[:2], heat))
+    options = Options(**{name: given[name] for name in Options._fields if name in given})
+    return Call(source, target, _activation(given["logit_scale"], given["softcap"], heat), options, shards)
+
+
+def have_same_rows(call: Call) -> bool:
+    """Return whether the arrays of a described call, whose other sizes fit, have the same rows."""
+    source, target, activation, options, _ = call
+    if isinstance(source, Given):
+        whole, axis = source.logits.shape, source.axis
+        rows = whole[:axis] + whole[axis + 1 :]
+    else:
+        whole, rows = None, source.input.shape[:-1]
+        if options.heads is not None:
+            if rows[0] != options.heads:
+                return False
+            rows = rows[1:]
+    if isinstance(target, Classes):
+        alike = target.ids.shape == rows
+    elif isinstance(target, Probabilities):
+        alike = target.values.shape == whole if whole is not None else target.values.shape[:-1] == rows
+    elif isinstance(target, Allowed):
+        alike = target.ids.shape == rows and target.offsets.shape[0] == math.prod(rows) + 1
+    elif isinstance(target, TopK):
+        alike = target.ids.shape[:-1] == rows and target.log_probs.shape == target.ids.shape
+    elif isinstance(target.source, Product):
+        alike = target.source.input.shape[:-1] == rows
+    else:
+        shape, axis = target.source.logits.shape, target.source.axis
+        alike = shape[:axis] + shape[axis + 1 :] == rows
+    for array in (options.sample_weight, activation.temperature):
+        if hasattr(array, "shape") and len(array.shape):
+            alike = alike and array.shape == rows
+    return alike
+
+
+def _activation(logit_scale: Any, softcap: Any, temperature: Any) -> Activation:
+    """Return an activation; a temperature that is a number has its largest value, and 1 is None."""
+    is_number = isinstance(temperature, (int, float))
+    return Activation(logit_scale, softcap, None if is_number and temperature == 1 else bounded(temperature))
+
+
+def _checked(
+    arguments: Arguments, passed: Collection[str], names: tuple[str, ...], more: tuple[str, ...]
+) -> tuple[str, Arguments]:
+    """Return the framework of all arrays, and the arguments with checked options.
+
+    `names`: the statistics that the function returns. `more`: statistics that another argument asks for.
     """
-    given = {"reduction": "none", "inplace": False, "shift": 0, "support": None, **arguments}
-    is_linear, is_divergence, of_rows = "input" in given, "teacher" in given, "entropy" in given
-    name = "input" if is_linear else "logits"
-    array = given[name]
-    if is_divergence:
-        _check_teacher(given["teacher"])
-    elif given["support"] is not None and not isinstance(given["support"], Support):
-        raise TypeError(f"support must be a xent.Support or None, got {describe(given['support'])}")
+    given = {"inplace": False, "shift": 0, **arguments}
     arrays: dict[str, Any] = {}
-    for one in _ARRAYS:
-        if one in passed:
-            value = given[one]
-            arrays |= _parts(one, value) if isinstance(value, _RECORDS) else {one: value}
-    others = [one for one in passed if one not in _ARRAYS]
-    for one in others:
-        if one in RANGES and type(given[one]) not in PLAIN:
-            given[one] = number = number_of(framework_of(array), given[one])
-            if framework_of(number) is not None and (one == "normalizer" or not is_divergence):
-                arrays[one] = number
+    for name in _ARRAYS:
+        if name in passed:
+            value = given[name]
+            arrays |= _parts(name, value) if isinstance(value, _RECORDS) else {name: value}
+    first, is_divergence = next(iter(given.values())), "teacher" in given
+    others = [name for name in passed if name not in _ARRAYS]
+    for name in others:
+        if name in RANGES and type(given[name]) not in PLAIN:
+            given[name] = number = number_of(framework_of(first), given[name])
+            if framework_of(number) is not None and (name == "normalizer" or not is_divergence):
+                arrays[name] = number
     framework = _one_framework(arrays)
     if others:
-        given |= check_options(framework, given, not is_divergence, others)
-    shift, shards = given["shift"], given["vocab_parallel"]
-    if shards is not None:
-        shards = shards_of(framework, shards)
-    if shards is not None and shards.axis is not None and (is_divergence or not is_linear):
+        given |= check_options(framework, given, not is_divergence, others, names)
+    if given["stats"] or more:
+        given["stats"] = tuple(name for name in STAT_NAMES if name in given["stats"] or name in more)
+    return framework, given
+
+
+def _shards(framework: str, given: Arguments, gathers: bool) -> Shards | None:
+    """Return the description of shards, if there are any. `gathers`: whether the function can gather tokens."""
+    if given["vocab_parallel"] is None:
+        return None
+    shards = shards_of(framework, given["vocab_parallel"])
+    if shards.axis is not None and not gathers:
         raise ValueError(
             "sequence_parallel=True is for xent.linear_cross_entropy and xent.linear_log_probs: gather the hidden "
             "states of student and teacher, and leave sequence_parallel out"
-            if is_divergence
+            if "teacher" in given
             else "sequence_parallel=True is for functions of hidden states, which they gather; logits must hold all "
             "tokens on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
         )
-    heads = len(shift) if isinstance(shift, tuple) else None
-    if is_linear:
-        weight, bias = given["linear_weight"], given["linear_bias"]
-        _check_classifier(framework, "input", array, "linear_weight", weight, bias)
-        source: Source = Product(array, weight, bias, given["workspace"])
-        rows = tuple(array.shape[:-1])
-        if shards is not None and shards.axis is not None:
-            # This rank has a part of the tokens, along that axis; the target has all. Heads are on the first axis.
-            lead, target_shape = 0 if heads is None else 1, tuple(given["target"].shape)
-            own = rows[lead:]
-            every = target_shape[:-1] if dtype_name(given["target"]) in FLOAT_DTYPES else target_shape
-            cut = shards.axis % (len(own) + 1)
-            alike = own[:cut] + own[cut + 1 :] == every[:cut] + every[cut + 1 :]
-            if not own or len(own) != len(every) or not alike or own[cut] > every[cut]:
-                raise ValueError(
-                    "with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, "
-                    f"(..., T); got input {tuple(array.shape)} and target {target_shape}"
-                )
-            rows = rows[:lead] + every
-        if heads is not None:
-            if len(rows) < 2 or rows[0] != heads:
-                raise ValueError(
-                    f"shift={shift} needs input of shape ({heads}, ..., T, D), with the hidden states of each head; "
-                    f"got {tuple(array.shape)}"
-                )
-            rows = rows[1:]
-        elif shift and len(array.shape) < 2:
-            raise ValueError(
-                f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(array.shape)}"
-            )
+    return shards
+
+
+def _source(
+    given: Arguments, passed: Collection[str], shards: Shards | None, heads: int | None
+) -> tuple[Source, tuple[int, ...], int, int]:
+    """Check and describe the logits. Return them, the shape of the rows, the axis of the classes and their number."""
+    source: Source
+    if "input" in given:
+        name, array, weight = "input", given["input"], given["linear_weight"]
+        _check_classifier("input", array, "linear_weight", weight, given["linear_bias"])
+        source = Product(array, weight, given["linear_bias"], given["workspace"])
+        rows = _rows_of_input(given, shards, heads)
         axis, vocabulary = len(rows), weight.shape[0]
     else:
+        name, array = "logits", given["logits"]
         _check_dtype("logits", array)
         count, axis = len(array.shape), given["axis"]
         if not count:
@@ -169,13 +274,41 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
         rows = tuple(array.shape[:axis] + array.shape[axis + 1 :])
     if vocabulary == 0 and shards is None:
         raise ValueError(f"there must be at least one class, got 0 with {name} of shape {tuple(array.shape)}")
-    if is_divergence:
-        if shards is not None and isinstance(given["teacher"], Subset):
-            raise ValueError(NO_SUBSET)
-        target = _teacher(framework, given, rows, vocabulary, axis, shards is not None)
-    else:
-        target = _target(framework, given, source, rows, (*rows[:axis], vocabulary, *rows[axis:]))
-    class_weight, sample_weight = given.get("weight"), given.get("sample_weight")
+    return source, rows, axis, vocabulary
+
+
+def _rows_of_input(given: Arguments, shards: Shards | None, heads: int | None) -> tuple[int, ...]:
+    """Return the shape of the rows of hidden states: of all tokens, if this rank has a part; without heads."""
+    array, shift = given["input"], given["shift"]
+    rows = tuple(array.shape[:-1])
+    if shards is not None and shards.axis is not None:
+        # This rank has a part of the tokens, along that axis; the target has all. Heads are on the first axis.
+        lead, target_shape = 0 if heads is None else 1, tuple(given["target"].shape)
+        own = rows[lead:]
+        every = target_shape[:-1] if dtype_name(given["target"]) in FLOAT_DTYPES else target_shape
+        cut = shards.axis % (len(own) + 1)
+        alike = own[:cut] + own[cut + 1 :] == every[:cut] + every[cut + 1 :]
+        if not own or len(own) != len(every) or not alike or own[cut] > every[cut]:
+            raise ValueError(
+                "with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, "
+                f"(..., T); got input {tuple(array.shape)} and target {target_shape}"
+            )
+        rows = rows[:lead] + every
+    if heads is not None:
+        if len(rows) < 2 or rows[0] != heads:
+            raise ValueError(
+                f"shift={shift} needs input of shape ({heads}, ..., T, D), with the hidden states of each head; "
+                f"got {tuple(array.shape)}"
+            )
+        return rows[1:]
+    if shift and len(array.shape) < 2:
+        raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(array.shape)}")
+    return rows
+
+
+def _check_weights(given: Arguments, rows: tuple[int, ...], vocabulary: int) -> None:
+    """Check the weights of classes and rows."""
+    class_weight, sample_weight = given.get("weight"), given["sample_weight"]
     if class_weight is not None:
         _check_dtype("weight", class_weight)
         _check_shape(class_weight, (vocabulary,), "weight must have shape {}, one per class; got {}")
@@ -183,15 +316,6 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
         if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
             raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
         _check_shape(sample_weight, rows, "sample_weight must have shape {}, one per row; got {}")
-    named = {one: given[one] for one in Options._fields if one in given}
-    options = Options(**named, exact=of_rows, accuracy_of_rows=of_rows, heads=heads)
-    activation = Activation(given["logit_scale"], given["softcap"])
-    if "temperature" in passed:
-        heat = given["temperature"]
-        activation = _divided(framework, activation, heat, rows, of_rows)
-        if isinstance(target, Dense):
-            target = replaced(target, activation=_divided(framework, target.activation, heat, rows, False))
-    return Call(source, target, activation, options, shards)
 
 
 def _check_teacher(teacher: Any) -> None:
@@ -280,43 +404,56 @@ def _one_framework(arrays: dict[str, Any]) -> str:
 
 
 def _target(
-    framework: str, given: dict[str, Any], source: Source, rows: tuple[int, ...], probabilities: tuple[int, ...]
+    framework: str, given: Arguments, source: Source, rows: tuple[int, ...], axis: int, vocabulary: int
 ) -> Target:
-    """Check and describe the target. `rows` and `probabilities` are the shapes of class indices and probabilities."""
-    target, support, of_rows = given["target"], given["support"], "entropy" in given
-    dtype, found = dtype_name(target), tuple(target.shape)
-    name = "logits" if isinstance(source, Given) else "input"
-    shape = tuple(given[name].shape)
-    if dtype in FLOAT_DTYPES and not of_rows:
-        _check_shape(
-            target,
-            probabilities,
-            f"target of class probabilities (dtype {dtype}) must have shape {{}} for {name} of shape {shape}, got "
-            "{}; class indices need an integer dtype",
-        )
-        return Probabilities(target)
+    """Check and describe a target of class indices or class probabilities."""
+    target, dtype = given["target"], dtype_name(given["target"])
+    if dtype not in FLOAT_DTYPES:
+        return _classes(framework, given, source, rows, f" or class probabilities ({', '.join(FLOAT_DTYPES)})")
+    name, shape = _named_shape(given, source)
+    _check_shape(
+        target,
+        (*rows[:axis], vocabulary, *rows[axis:]),
+        f"target of class probabilities (dtype {dtype}) must have shape {{}} for {name} of shape {shape}, got "
+        "{}; class indices need an integer dtype",
+    )
+    return Probabilities(target)
+
+
+def _classes(framework: str, given: Arguments, source: Source, rows: tuple[int, ...], other: str) -> Classes:
+    """Check and describe a target of class indices; `other` says what it may hold besides."""
+    target, dtype = given["target"], dtype_name(given["target"])
     if dtype not in INTEGER_DTYPES and not (dtype == "uint64" and framework == "numpy"):
-        other = "" if of_rows else f" or class probabilities ({', '.join(FLOAT_DTYPES)})"
         raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}){other}, got dtype {dtype}")
-    if found != rows:
-        first = isinstance(source, Given) and found == shape[:1] + shape[2:]
+    if (of_target := tuple(target.shape)) != rows:
+        name, shape = _named_shape(given, source)
+        first = isinstance(source, Given) and of_target == shape[:1] + shape[2:]
         raise ValueError(
-            f"target of class indices must have shape {rows} for {name} of shape {shape}, got {found}"
+            f"target of class indices must have shape {rows} for {name} of shape {shape}, got {of_target}"
             + ("; if the classes are on axis 1, pass axis=1" if first else "")
         )
-    if support is None:
-        return Classes(target)
+    return Classes(target)
+
+
+def _named_shape(given: Arguments, source: Source) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the shape of the array that the logits are, or are computed from."""
+    name = "logits" if isinstance(source, Given) else "input"
+    return name, tuple(given[name].shape)
+
+
+def _allowed(target: Classes, support: Support, rows: tuple[int, ...]) -> Allowed:
+    """Check the support of each row."""
     for part in ("ids", "offsets"):
-        values = getattr(support, part)
-        if dtype_name(values) not in INTEGER_DTYPES or len(values.shape) != 1:
-            raise TypeError(f"support.{part} must be a 1-d integer array, got {describe(values)}")
-    offsets, wanted = support.offsets, math.prod(rows) + 1
-    if offsets.shape[0] != wanted:
+        array = getattr(support, part)
+        if dtype_name(array) not in INTEGER_DTYPES or len(array.shape) != 1:
+            raise TypeError(f"support.{part} must be a 1-d integer array, got {describe(array)}")
+    entries = math.prod(rows) + 1
+    if support.offsets.shape[0] != entries:
         raise ValueError(
-            f"support.offsets must have {wanted} entries, one more than there are rows of target; got "
-            f"{offsets.shape[0]}"
+            f"support.offsets must have {entries} entries, one more than there are rows of target; got "
+            f"{support.offsets.shape[0]}"
         )
-    return Allowed(target, support.ids, offsets[:-1], offsets[1:])
+    return Allowed(target.ids, support.ids, support.offsets)
 
 
 def _teacher(
@@ -364,7 +501,7 @@ def _teacher(
     activation = Activation()
     source: Source
     if isinstance(teacher, LinearTeacher):
-        _check_classifier(framework, "teacher.input", teacher.input, "teacher.weight", teacher.weight, teacher.bias)
+        _check_classifier("teacher.input", teacher.input, "teacher.weight", teacher.weight, teacher.bias)
         if ids is None and teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
@@ -394,55 +531,17 @@ def _teacher(
     return Dense(source, activation, ids)
 
 
-def _divided(framework: str, given: Activation, heat: Any, rows: tuple[int, ...], of_rows: bool) -> Activation:
-    """Return scale and softcap with a temperature: a number, or in a log-probability function an array.
-
-    A number T is folded into them, and no 16-bit dtype rounds the quotients: x = k tanh(s z / k) / T =
-    k' tanh(s' z / k') with k' = k / T and s' = s / T. A 0-d tensor or MLX array is treated as a temperature per row:
-    its value may be invalid, and may not be known yet.
-    """
-    heat, kind = bounded(heat), framework_of(heat)
-    if kind is not None and of_rows:
-        if dtype_name(heat) not in FLOAT_DTYPES:
-            raise TypeError(f"temperature must be a number, or an array of floats; got {describe(heat)}")
-        if framework == "torch" and not heat.shape:
-            heat = heat.expand(rows)
-        if tuple(heat.shape) not in ((rows, ()) if framework == "mlx" else (rows,)):
-            raise ValueError(
-                f"temperature must be a number or have the target's shape {rows}, one for each row; got "
-                f"{tuple(heat.shape)}"
-            )
-        return replaced(given, temperature=heat)
-    if kind == "torch":  # while a compiler traces
-        heat = heat.where(heat > 0, math.nan)
-    return Activation(_wide(given.logit_scale) / heat, None if given.softcap is None else _wide(given.softcap) / heat)
-
-
-def _wide(value: Any) -> Any:
-    """Convert a 0-d array to float64, on mps and for MLX to float32 if it is not float64; return numbers unchanged."""
-    framework = framework_of(value)
-    if framework == "torch":
-        import torch
-
-        return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-    if framework == "mlx":
-        import mlx.core as mx
-
-        return value if value.dtype == mx.float64 else value.astype(mx.float32)
-    return value
-
-
 def _shape_of(*sizes: Any) -> str:
     """Return a shape whose sizes may have names: "(6, D)"."""
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
-def _check_classifier(framework: str, of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
+def _check_classifier(of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
     """Check hidden states and a classifier. `of_input` and `of_weight` are their names in error messages."""
     of_bias = of_weight.replace("weight", "bias")
     for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
         if isinstance(array, QuantizedWeight):
-            _check_quantized(framework, array, name)
+            _check_quantized(array, name)
         elif array is not None:
             _check_dtype(name, array)
     if len(input.shape) < 1:
@@ -456,9 +555,9 @@ def _check_classifier(framework: str, of_input: str, input: Any, of_weight: str,
         _check_shape(bias, (weight.shape[0],), f"{of_bias} must have shape {{}}, the rows of {of_weight}; got {{}}")
 
 
-def _check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
+def _check_quantized(weight: QuantizedWeight, name: str) -> None:
     """Raise TypeError or ValueError for an invalid quantized classifier."""
-    if framework != "mlx":
+    if framework_of(weight.packed) != "mlx":
         raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
     if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
         raise TypeError(

@@ -22,11 +22,8 @@ from xent.core.call import (
     vocabulary_of,
 )
 from xent.core.spec import (
-    DIVERGENCE_STATS,
     DIVERGENCES,
-    LOG_PROB_STATS,
     REDUCTIONS,
-    STAT_NAMES,
     TAILS,
     VocabParallel,
     bounded,
@@ -35,6 +32,7 @@ from xent.core.spec import (
 
 __all__ = [
     "PLAIN",
+    "POSITIVE",
     "RANGES",
     "check_int",
     "check_options",
@@ -59,7 +57,7 @@ RANGES = {
     "temperature": ("finite and > 0", 0, math.inf),
 }
 """The options that are numbers: what is allowed, and the bounds."""
-_POSITIVE = ("softcap", "temperature")
+POSITIVE = ("softcap", "temperature")
 """The options whose lower bound is not allowed."""
 _NAMES = {"reduction": REDUCTIONS, "kind": DIVERGENCES, "teacher.tail": TAILS}
 _FLAGS = ("inplace", "entropy", "vocab_parallel.sequence_parallel")
@@ -68,13 +66,17 @@ _REAL = {"torch": (*FLOAT_DTYPES, *INTEGER_DTYPES), "mlx": FLOAT_DTYPES}
 
 
 def check_options(
-    framework: str, given: Mapping[str, Any], arrays: bool = False, passed: Collection[str] | None = None
+    framework: str,
+    given: Mapping[str, Any],
+    arrays: bool = False,
+    passed: Collection[str] | None = None,
+    stats: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return the options that change, after checking those `passed`, or all. Raise TypeError or ValueError.
 
-    Numbers of NumPy become Python numbers, a softcap is at most `LARGEST`, and statistics have the order of
-    `STAT_NAMES`. If `arrays`, a number may be a 0-d PyTorch tensor or MLX array, whose value is not read, and a
-    temperature an array.
+    Numbers of NumPy become Python numbers, and a softcap is at most `LARGEST`. If `arrays`, a number may be a 0-d
+    PyTorch tensor or MLX array, whose value is not read, and a temperature an array. `stats`: the statistics that the
+    function returns.
     """
     made: dict[str, Any] = {}
     passed = given if passed is None else passed
@@ -97,8 +99,8 @@ def check_options(
             made[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
         elif name == "shift":
             made[name] = _shifts(value, "head_weight" in given)
-    if "stats" in passed or "entropy" in passed:
-        made["stats"] = _stats(given)
+        elif name == "stats":
+            _check_stats(value, stats)
     reduction = given.get("reduction", "mean")
     if "head_weight" in passed and given["head_weight"] is not None:
         shift = made.get("shift", given["shift"])
@@ -122,7 +124,7 @@ def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
     number = number_of(framework, value)
     other = ", or an array of floats" if arrays and name == "temperature" else ""
     if type(number) in PLAIN[:2] or _is_other_number(number):
-        inside = least < number if name in _POSITIVE else least <= number
+        inside = least < number if name in POSITIVE else least <= number
         if not (inside and number <= most and -math.inf < number < math.inf):
             raise ValueError(f"{name} must be {allowed}{other}, got {number!r}")
         return bounded(number) if name == "softcap" else number
@@ -180,10 +182,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _stats(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the statistics to compute, with the entropy of a log-probability function."""
-    stats = given["stats"]
-    names = LOG_PROB_STATS if "entropy" in given else DIVERGENCE_STATS if "teacher" in given else STAT_NAMES
+def _check_stats(stats: Any, names: tuple[str, ...]) -> None:
+    """Raise TypeError or ValueError for statistics that are not among these names."""
     listed = ", ".join(map(repr, names))
     if not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {shown(stats)}")
@@ -191,7 +191,6 @@ def _stats(given: Mapping[str, Any]) -> tuple[str, ...]:
         if name not in names:
             more = ": pass entropy=True" if name == "entropy" else ""
             raise ValueError(f"stats must be names from {listed}; got {shown(name)}{more}")
-    return tuple(name for name in STAT_NAMES if name in stats or (name == "entropy" and given.get(name)))
 
 
 def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.core.api import cross_entropy
+from xent.api import cross_entropy
 from xent.core.spec import VocabParallel
 
 __all__ = ["fused_vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy"]

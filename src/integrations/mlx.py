@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from xent.core.api import cross_entropy, linear_cross_entropy
+from xent.api import cross_entropy, linear_cross_entropy
 from xent.core.spec import QuantizedWeight
 from xent.core.validate import check_options
 

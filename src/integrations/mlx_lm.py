@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from xent.api import linear_cross_entropy, linear_log_probs
 from xent.backends.mlx.autograd import is_differentiated
-from xent.core.api import linear_cross_entropy, linear_log_probs
 from xent.integrations.mlx import FUSE_FIRST, classifier, is_adapted
 
 __all__ = ["log_probs", "loss"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xent.core.api import cross_entropy, linear_cross_entropy
+from xent.api import cross_entropy, linear_cross_entropy
 from xent.core.validate import check_options
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]

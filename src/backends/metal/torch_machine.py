@@ -8,7 +8,7 @@ from xent.backends.harness import Harness
 from xent.backends.proof import Proof
 from xent.backends.torch import TorchBackend
 from xent.core.call import Call, array_of, dtype_name
-from xent.core.spec import BackendInfo, Stats
+from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,11 +70,9 @@ class MetalTorchBackend(TorchBackend):
             return "Metal has no float64, which backend 'torch' serves on the CPU"
         return None
 
-    def run(self, call: Call) -> "tuple[Tensor, Stats]":
-        """Run the call with the kernels. PyTorch's own operations compute divergences."""
+    def load(self) -> None:
+        """Import the module that registers the steps. PyTorch's own operations compute divergences."""
         from xent.backends.metal import torch_steps  # noqa: F401
-
-        return super().run(call)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -18,7 +18,7 @@ from xent.backends.mlx.devices import accumulation_dtype
 from xent.backends.mlx.facts import aligned, gather_facts
 from xent.backends.mlx.kernels import Facts, Results, asked, joined
 from xent.backends.mlx.sources import Gradients, Loaded, Logits, cut, is_exact
-from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of
+from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of, folded
 from xent.core.spec import DIFFERENTIABLE, ROW_STATS, Stats
 
 __all__ = ["run"]
@@ -35,7 +35,7 @@ def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
     "none", and that of class probabilities are computed later from the logits. With "none" the statistics lse, nll and
     entropy of a loss have gradients too.
     """
-    call = aligned(call)
+    call = aligned(folded(call))
     given, target, shape = _leaves(call), call.target, tuple(array_of(call).shape[:-1])
     inputs = [*given.values(), *([target.values] if isinstance(target, Probabilities) else [])]
     if 0 in shape:

@@ -183,15 +183,16 @@ def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | Non
 
 def _support(target: Allowed, shape: tuple[int, ...], vocabulary: int, each: _Each) -> tuple[Allowed, mx.array]:
     """Return the target for rows, and whether their sets are invalid, (N,). The classes are int32, at least one."""
-    _check(check_support, list(target[1:4]), vocabulary)
+    offsets = target.offsets
+    _check(check_support, [target.classes, offsets[:-1], offsets[1:]], vocabulary)
     given = len(target.classes)
     classes = target.classes.astype(mx.int64) if given else mx.zeros((1,), mx.int64)
     outside = mx.pad(mx.cumsum((classes < 0) | (classes >= vocabulary)).astype(mx.int32), (1, 0))
-    begin, end = (part.astype(mx.int64) for part in (target.begin, target.end))
+    begin, end = offsets[:-1].astype(mx.int64), offsets[1:].astype(mx.int64)
     sizes = end - begin
     broken = (begin[0] != 0) | (end[-1] != given) | ((sizes < 0) | (sizes > vocabulary)).any()
     begin, end = (each(mx.clip(part, 0, given).astype(mx.int32).reshape(shape), 0) for part in (begin, end))
-    return Allowed(target.ids, classes.astype(mx.int32), begin, end), broken | (outside[begin] < outside[end])
+    return Allowed(target.ids, classes.astype(mx.int32), offsets, begin, end), broken | (outside[begin] < outside[end])
 
 
 def _known(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> dict[str, mx.array]:

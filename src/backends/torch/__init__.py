@@ -44,11 +44,15 @@ class TorchBackend:
         """Refuse nothing: this backend supports every option and every device."""
         return None
 
-    def run(self, call: Call) -> "tuple[Tensor, Stats]":
-        """Run the call in the PyTorch driver, with the steps of this backend, which their module registers."""
-        from xent.backends.torch import entry
+    def load(self) -> None:
+        """Import the module that registers the steps of this backend."""
         from xent.backends.torch.portable import steps  # noqa: F401
 
+    def run(self, call: Call) -> "tuple[Tensor, Stats]":
+        """Run a call that has no plan, with the steps of this backend."""
+        from xent.backends.torch import entry
+
+        self.load()
         return entry.run(call, self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":

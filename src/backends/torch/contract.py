@@ -39,10 +39,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xent.core.call import Call, Dense, Probabilities, TopK
+from xent.core.call import Call, Dense, Probabilities, TopK, differs
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
+    "CONSTANTS",
     "SCALES",
     "STEPS",
     "Block",
@@ -88,6 +89,10 @@ class Setting(NamedTuple):
     """The device of all tensors."""
     made_first: bool
     """Whether the forward pass computes the gradients."""
+    columns: tuple[str, ...]
+    """The names of the packed sums."""
+    constants: Any
+    """What the steps decided for the plan: see `CONSTANTS`."""
     upstream: Upstream | None = None
     """None in a forward pass."""
 
@@ -277,15 +282,15 @@ class Steps(Protocol):
         """Return the loss, then the statistics in the order of the options; those per row as (N,)."""
 
 
-def columns(setting: Setting) -> tuple[str, ...]:
+def columns(call: Call) -> tuple[str, ...]:
     """Return the names of the packed sums of a call."""
-    options, target = setting.call.options, setting.call.target
+    options, target = call.options, call.target
     stats = options.stats
     if isinstance(target, (Dense, TopK)):
         names = ["peak", "rest", "mixed"] if "entropy" in stats else ["peak", "rest"] * isinstance(target, Dense)
         if isinstance(target, Dense):
             return (*names, "teacher_peak", "teacher_rest", "teacher_top")
-        return (*names, "others_peak", "others_rest", *(f"known_{k}" for k in range(target.ids.shape[1])))
+        return (*names, "others_peak", "others_rest", *(f"known_{k}" for k in range(target.ids.shape[-1])))
     probabilities = isinstance(target, Probabilities)
     names = ["peak", "rest"]
     if probabilities:
@@ -300,13 +305,13 @@ def columns(setting: Setting) -> tuple[str, ...]:
     names += ["squares"] if "log_sum_sq_probs" in stats else []
     names += ["deficit", "counted"] if "mean_logit" in stats else []
     names += ["key", "place"] if "predictions" in stats or "accuracy" in stats else []
-    names += ["id"] if setting.call.shards is not None and not probabilities else []
+    names += ["id"] if call.shards is not None and not probabilities else []
     return tuple(names)
 
 
 def smooths(label_smoothing: Any) -> bool:
     """Return whether there is label smoothing: a number other than 0, or a tensor."""
-    return isinstance(label_smoothing, Tensor) or label_smoothing != 0
+    return differs(label_smoothing, 0)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -321,6 +326,10 @@ def exact(call: Call) -> bool:
 
 STEPS: dict[str, Callable[[Setting], Steps]] = {}
 """Backend -> the function that starts the steps of a call."""
+
+CONSTANTS: dict[str, Callable[[Any, tuple[bool, ...] | None], Any]] = {}
+"""Backend -> its function (plan, which upstream gradients there are; None in a forward pass) that decides, once for a
+plan, what does not depend on values. A backend without one decides nothing."""
 
 SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
 """Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""

@@ -1,4 +1,4 @@
-"""The entry of the PyTorch driver: how a call is run, and its results in the caller's shapes."""
+"""Calls under a tracer, a transform or a mode, which go through custom operations. Others have a plan (`planned`)."""
 
 from typing import Any
 
@@ -7,64 +7,26 @@ from torch import Tensor
 
 from xent.backends.torch import operations, private
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import PlainLoss, Run, is_plain, split, text, undisturbed
-from xent.backends.torch.loop import asked_of, forward, leaves_of
+from xent.backends.torch.function import split, text
 from xent.backends.torch.memory import overlaps
-from xent.backends.torch.prepare import aligned, compute_of, is_per_row, prepare, rows_of
+from xent.backends.torch.plan import asked_of, compute_of, leaves_of
+from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed
 from xent.backends.torch.refusals import refuse
-from xent.core.call import Call, Dense, Given, Options, Probabilities, array_of, replaced
+from xent.core.call import Call, Given, Options, array_of, folded, replaced
 from xent.core.spec import Stats
 
-__all__ = ["run"]
-
-_NO_STATS = Stats()
+__all__ = ["check_inplace", "run"]
 
 
 def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
-    """Run a validated call with the steps of that backend."""
-    call = aligned(call)
-    tensors = _tensors(call)
-    results = _plain(call, kernel, tensors) if is_plain(tensors) else _traced(call, kernel)
-    options, rows = call.options, rows_of(call)
-    loss = results[0].view(rows) if options.reduction == "none" else results[0]
-    if not options.stats:
-        return loss, _NO_STATS
-    found = zip(options.stats, results[1:], strict=True)
-    return loss, Stats(**{name: one.view(rows) if is_per_row(name, options) else one for name, one in found})
-
-
-def _tensors(call: Call) -> list[Tensor]:
-    fields: list[Any] = [*call.source, *call.target, *call.activation, *call.options]
-    if isinstance(call.target, Dense):
-        fields.extend(call.target.source)
-    return [value for value in fields if isinstance(value, Tensor)]
-
-
-def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
-    leaves = leaves_of(call)
-    asked = asked_of(leaves)
-    if asked[-2] or asked[-1] or sum([tensor.requires_grad for tensor in tensors]) > sum(asked):
-        refuse(call, False)
-    if asked[-2]:
-        assert isinstance(call.target, Probabilities)
-        call = replaced(call, target=replaced(call.target, values=call.target.values.detach()))
-    if isinstance(call.source, Given) and call.source.inplace:
-        _check_inplace(call.source.logits, asked)
-    prepared = prepare(call, asked[:-2], asked[-1])
-    if any(asked):
-        wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
-        return PlainLoss.apply(Run(prepared, asked, kernel), *wanted)[: 1 + len(call.options.stats)]
-    return undisturbed(array_of(call).device, forward, prepared, asked, kernel, True)
-
-
-def _traced(call: Call, kernel: str) -> Any:
-    """Run a call under a tracer, a transform or a mode."""
+    """Run a validated call under a tracer, a transform or a mode, with the steps of that backend."""
+    call = classes_last(typed(folded(call)))
     refuse(call, True)
     source, shards = call.source, call.shards
     compiling = torch.compiler.is_compiling()
     if isinstance(source, Given) and source.inplace:
         if not compiling:
-            _check_inplace(source.logits, asked_of(leaves_of(call)))
+            check_inplace(source.logits, asked_of(leaves_of(call)))
         call = replaced(call, source=replaced(source, inplace=False))  # a compiler plans memory itself
     if compiling:
         call = replaced(call, options=_symbolic(call))
@@ -74,13 +36,16 @@ def _traced(call: Call, kernel: str) -> Any:
         call = replaced(call, shards=replaced(shards, group=group_of(shards.group).group_name))
     tensors: list[Tensor] = []
     form = text(split(call, tensors))
+    results: Any
     if torch.compiler.is_dynamo_compiling() and private.transforms_active():
         from xent.backends.torch import in_graph
 
-        return in_graph.decided(form, kernel, False, *tensors)
-    if compiling:
-        return torch.ops.xent.forward(form, [], kernel, False, tensors)
-    return operations.decided(form, kernel, True, *tensors)
+        results = in_graph.decided(form, kernel, False, *tensors)
+    elif compiling:
+        results = torch.ops.xent.forward(form, [], kernel, False, tensors)
+    else:
+        results = operations.decided(form, kernel, True, *tensors)
+    return shaped(results, rows_of(call), call.options)
 
 
 def _symbolic(call: Call) -> Options:
@@ -97,7 +62,8 @@ def _symbolic(call: Call) -> Options:
     return options
 
 
-def _check_inplace(logits: Tensor, asked: tuple[bool, ...]) -> None:
+def check_inplace(logits: Tensor, asked: tuple[bool, ...]) -> None:
+    """Raise an error for logits that their gradient must not overwrite."""
     if not any(asked):
         return
     for place, name in ((-2, "target"), (-1, "logit_scale")):

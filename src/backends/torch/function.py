@@ -20,11 +20,11 @@ from torch.autograd import forward_ad
 
 from xent.backends.torch import private, refusals
 from xent.backends.torch.contract import SCALES, Upstream
-from xent.backends.torch.loop import Asked, backward, forward, made_first
+from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.memory import cast
+from xent.backends.torch.plan import Asked, Plan
 from xent.core import call as calls
-from xent.core.call import Call, Dense, Given, TopK, array_of, fields_of
-from xent.core.spec import DIFFERENTIABLE
+from xent.core.call import Call, fields_of
 
 __all__ = [
     "Loss",
@@ -170,92 +170,92 @@ def _tuples(value: Any) -> Any:
 
 
 class Run:
-    """A call that is differentiated: how its passes run, and what they need to know."""
+    """A call that is differentiated: its plan and its tensors."""
 
-    def __init__(self, call: Call, asked: Asked, kernel: str, skips: bool = True, form: str = "") -> None:
-        """`form`: the text of the call if its passes are custom operations; otherwise the call is prepared."""
-        self.call: Any = None if form else call
-        self.asked, self.kernel, self.skips, self.form = asked, kernel, skips, form
-        self.names, self.device = ("loss", *call.options.stats), array_of(call).device
-        reduced = call.options.reduction != "none" or isinstance(call.target, (Dense, TopK))
-        self.linked = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
-        """The results that have gradients."""
-        self.first = made_first(call, (*asked[:-2], asked[-1]))
-        self.reuse = isinstance(call.source, Given) and call.source.inplace and asked[0]
+    def __init__(self, plan: Plan, call: Call | None) -> None:
+        """`call`: prepared; None if the passes are custom operations."""
+        self.plan, self.call = plan, call
 
     def forward(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the results, and what the forward pass keeps in new memory for the backward pass."""
-        if self.form:
-            tensors = list(inputs[sum(self.asked) :])
-            made: list[Tensor] = torch.ops.xent.compute(self.form, list(self.asked), self.kernel, self.skips, tensors)
-            return made
-        reuse = self.reuse and self.first
-        made = undisturbed(self.device, forward, self.call, self.asked, self.kernel, self.skips, reuse)
+        plan = self.plan
+        if plan.form:
+            tensors = list(inputs[sum(plan.asked) :])
+            results: list[Tensor] = torch.ops.xent.compute(
+                plan.form, list(plan.asked), plan.kernel, plan.skips, tensors
+            )
+            return results
+        reuse = plan.reuse and plan.first
+        results = undisturbed(plan.device, forward, plan, self.call, reuse)
         if reuse:
             torch.autograd.graph.increment_version(inputs[0])
-        return made[: len(self.names)] if reuse else made
+        return results[: len(plan.names)] if reuse else results
 
-    def gradients(self, kept: Any, tensors: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Return the gradients that were asked for, from what was kept and the tensors of the call."""
-        plain = not self.form and is_plain([one for one in upstream if one is not None])
+    def gradients(self, kept: Any, call: Any, tensors: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Return the gradients that were asked for, from what was kept and the call, with slots, and its tensors."""
+        plan = self.plan
+        plain = not plan.form and is_plain([gradient for gradient in upstream if gradient is not None])
         drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
-        made: list[Tensor | None] = [None] * len(self.asked)
-        missing = self.asked
-        if self.first:
-            made = self._scaled(kept, upstream[0], plain, drops)
+        gradients: list[Tensor | None] = [None] * len(plan.asked)
+        missing = plan.asked
+        if plan.first:
+            gradients = self._scaled(kept, upstream[0], plain, drops)
             missing = (*[False] * len(missing[:-2]), missing[-2], False)
         if any(missing):
-            named = dict(zip(self.names, upstream, strict=True))
-            given = Upstream(*[named.get(name) for name in Upstream._fields])
-            sums = None if self.first or not kept else kept[0]
+            by_name = dict(zip(plan.names, upstream, strict=True))
+            of_results = Upstream(*[by_name.get(name) for name in Upstream._fields])
+            sums = None if plan.first or not kept else kept[0]
             if plain:
-                call = join(self.call, [one.detach() for one in tensors])  # the result may be their memory
-                reuse = self.reuse and drops and not self.first
-                found = undisturbed(self.device, backward, call, missing, self.kernel, self.skips, reuse, sums, given)
+                call = join(call, [tensor.detach() for tensor in tensors])  # the result may be their memory
+                reuse = plan.reuse and drops and not plan.first
+                rest = undisturbed(plan.device, backward, plan, call, missing, reuse, sums, of_results)
                 if reuse:
                     torch.autograd.graph.increment_version(call.source.logits)
             else:
-                found = _by_operation(self, missing, tensors, sums, given)
-            made = [one if new is None else new for one, new in zip(made, found, strict=True)]
-        return [one for one, wanted in zip(made, self.asked, strict=True) if wanted]
+                rest = _by_operation(plan, call, missing, tensors, sums, of_results)
+            gradients = [old if new is None else new for old, new in zip(gradients, rest, strict=True)]
+        return [gradient for gradient, wanted in zip(gradients, plan.asked, strict=True) if wanted]
 
     def _scaled(self, kept: Any, upstream: Any, plain: bool, drops: bool) -> list[Tensor | None]:
         """Return the kept gradients times the upstream gradient, rounded once; in place if nothing else needs them."""
-        flags = (*self.asked[:-2], False, self.asked[-1])
+        plan = self.plan
+        flags = (*plan.asked[:-2], False, plan.asked[-1])
         count = sum(flags)
         deferred = kept[count] if len(kept) > count else None
         if plain:
-            arguments = [one.detach() for one in kept[:count]], upstream, deferred, drops
-            return _placed(undisturbed(self.device, SCALES.get(self.kernel, _scale), *arguments), flags)
+            arguments = [gradient.detach() for gradient in kept[:count]], upstream, deferred, drops
+            return _placed(undisturbed(plan.device, SCALES.get(plan.kernel, _scale), *arguments), flags)
         # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
         factor = upstream if deferred is None else upstream * deferred
         # PyTorch would round a 0-d factor to the dtype of the gradient first.
         scaled = [one * factor.reshape([1] * max(one.dim(), 1)) for one in kept[:count]]
         return _placed([new.to(one.dtype).reshape(one.shape) for new, one in zip(scaled, kept, strict=False)], flags)
 
-    def refuse(self, message: str, values: Any) -> None:
+    def refuse(self, message: str, operands: Any) -> None:
         """Raise an error about the first tensor of a call whose place in the inputs has a value that is not None."""
-        found = refusals.named(parse(self.form, values[sum(self.asked) :]))
-        raise NotImplementedError(message.format(next(iter(found), "an argument")))
+        named = refusals.named(parse(self.plan.form, operands[sum(self.plan.asked) :]))
+        raise NotImplementedError(message.format(next(iter(named), "an argument")))
 
 
 def _placed(values: Any, flags: Asked) -> list[Tensor | None]:
     """Return values at the places of flags that are True, and None at the others."""
     rest = iter(values)
-    return [next(rest) if one else None for one in flags]
+    return [next(rest) if flag else None for flag in flags]
 
 
-def _by_operation(run: Run, asked: Asked, tensors: Any, sums: Any, upstream: Upstream) -> list[Tensor | None]:
+def _by_operation(
+    plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, upstream: Upstream
+) -> list[Tensor | None]:
     """Return the gradients from the custom operation."""
-    form, values = run.form or text(run.call), (sums, *upstream, *tensors)
+    form, operands = plan.form or text(call), (sums, *upstream, *tensors)
     compiling = torch.compiler.is_dynamo_compiling()
 
     def gradients(sums: Any, *rest: Any) -> Any:
         if not compiling and any(type(one) in _PLAIN_TYPES and not has_memory(one) for one in rest[:4]):
             raise NotImplementedError(refusals.NO_BATCH)
-        return torch.ops.xent.backward(form, list(asked), run.kernel, run.skips, list(rest[4:]), sums, *rest[:4])
+        return torch.ops.xent.backward(form, list(asked), plan.kernel, plan.skips, list(rest[4:]), sums, *rest[:4])
 
-    return _placed(gradients(*values) if compiling else Once.apply(gradients, *values), asked)
+    return _placed(gradients(*operands) if compiling else Once.apply(gradients, *operands), asked)
 
 
 class Loss(torch.autograd.Function):
@@ -268,35 +268,36 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         run, *rest = inputs
-        leaves, tensors = rest[: sum(run.asked)], rest[sum(run.asked) :]
-        kept = output[len(run.names) :] if run.form or not (run.reuse and run.first) else leaves[:1]
-        if run.first and not run.asked[-2]:
+        plan, count = run.plan, len(run.plan.names)
+        leaves, tensors = rest[: sum(plan.asked)], rest[sum(plan.asked) :]
+        kept = output[count:] if plan.form or not (plan.reuse and plan.first) else leaves[:1]
+        if plan.first and not plan.asked[-2]:
             tensors, run.call = [], None
-        elif not run.form:
+        elif not plan.form:
             run.call = split(run.call, tensors)
         ctx.run, ctx.kept, ctx.dtypes = run, len(kept), [leaf.dtype for leaf in leaves]
         ctx.save_for_backward(*kept, *tensors)
-        constant = [output[at] for at, name in enumerate(run.names) if name not in run.linked]
+        constant = [output[at] for at, name in enumerate(plan.names) if name not in plan.linked]
         # What is kept connects the gradients to the graph, so that their derivatives raise an error.
-        ctx.mark_non_differentiable(*constant, *(kept if run.form and not run.first else ()))
+        ctx.mark_non_differentiable(*constant, *(kept if plan.form and not plan.first else ()))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        run, count = ctx.run, len(ctx.run.names)
+        run, count = ctx.run, len(ctx.run.plan.names)
         again = next((one for one in upstream[count:] if one is not None), None)
         made: Any = [None] * len(ctx.dtypes)
         if again is not None and is_plain([again]):
             raise RuntimeError(refusals.NO_SECOND)
         if again is not None or any(one is not None for one in upstream[:count]):
             saved = ctx.saved_tensors
+            arguments = saved[: ctx.kept], run.call, saved[ctx.kept :], upstream[:count]
             if again is not None and not torch.compiler.is_dynamo_compiling():
                 # While a tracer runs, which may not use the second derivative, raise later.
                 made = [torch.ops.xent.refuse_second(again, leaf) for leaf in saved[: len(ctx.dtypes)]]
-            elif run.form or not torch.is_grad_enabled():
-                made = run.gradients(saved[: ctx.kept], saved[ctx.kept :], upstream[:count])
+            elif run.plan.form or not torch.is_grad_enabled():
+                made = run.gradients(*arguments)
             else:
-                arguments = saved[: ctx.kept], saved[ctx.kept :], upstream[:count]
                 made = Once.apply(lambda *_: run.gradients(*arguments), *saved)
         made = [one if one is None else cast(one, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True)]
         return None, *made, *[None] * (len(ctx.needs_input_grad) - 1 - len(made))

@@ -26,126 +26,76 @@ The z-loss and the divisor of "mean" do not depend on q. The steps do not comput
 such a call computes log p here, from the given logits, or from float32 logits of the hidden states.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Part, Schedule, Setting, Steps, Upstream, columns, wide
+from xent.backends.torch.contract import STEPS, Part, Schedule, Setting, Steps, Upstream, wide
 from xent.backends.torch.memory import Rows, block_rows
+from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
 from xent.backends.torch.sources import Computed, Loaded, Logits, Stored
-from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
+from xent.core.call import Call, Dense, Given, Probabilities, TopK
 from xent.core.chunks import rows_per_chunk
 
-__all__ = ["Asked", "asked_of", "backward", "forward", "leaves_of", "made_first", "setting_of"]
-
-Asked = tuple[bool, ...]
-"""Which gradients are asked for: those of the leaves (logits; or input, weight, bias), of class probabilities, and of
-the logit scale."""
+__all__ = ["backward", "forward"]
 
 
-def leaves_of(call: Call) -> tuple[Any, ...]:
-    """Return the values to which `Asked` refers."""
-    source = call.source
-    leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
-    values = call.target.values if isinstance(call.target, Probabilities) else None
-    return (*leaves, values, call.activation.logit_scale)
-
-
-def asked_of(leaves: tuple[Any, ...]) -> Asked:
-    """Return which gradients are asked for."""
-    enabled = torch.is_grad_enabled()
-    return tuple([enabled and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
-
-
-def made_first(call: Call, needs: tuple[bool, ...]) -> bool:
-    """Return whether the forward pass computes the gradients: for losses that are one number.
-
-    Float16 logits are an exception: a gradient could underflow before the upstream gradient scales it.
-    """
-    source = call.source
-    if call.options.reduction == "none" or not any(needs):
-        return False
-    return not isinstance(source, Given) or source.logits.dtype != torch.float16
-
-
-def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = None) -> Setting:
-    """Return how a prepared call is run. Sizes may be symbolic."""
-    source, target, shards = call.source, call.target, call.shards
-    given, dtype = (source.logits, None) if isinstance(source, Given) else (source.input, source.dtype)
-    here = vocabulary_of(source)
-    first, size = (0, here) if shards is None else (shards.first, shards.size)
-    assert first is not None
-    assert size is not None
-    width = here if shards is None else max(min(first + here, size) - min(first, size), 0)
-    if isinstance(target, (Classes, Allowed)):
-        count = target.ids.shape[0]
-    elif isinstance(target, Probabilities) and target.order is not None:
-        count = target.order.shape[0]
-    elif isinstance(target, Probabilities):  # hidden states may be this rank's tokens only
-        count = math.prod(target.values.shape[:-1])
-    else:
-        count = math.prod(given.shape[:-1])
-    compute = given.dtype if dtype is None else getattr(torch, dtype)
-    firsts = upstream is None and made_first(call, needs)
-    return Setting(call, count, size, first, width, compute, needs, given.device, firsts, upstream)
-
-
-def forward(call: Call, asked: Asked, kernel: str, skips: bool, reuse: bool = False) -> list[Tensor]:
+def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     """Compute a prepared call. Return the loss, the statistics, and then what the backward pass needs.
 
     These are the gradients, if they are made first, and in float16 their remaining factor; otherwise the saved sums.
-    `reuse`: whether the gradient overwrites given logits. `skips`: whether ignored rows may be left out of matrix
-    products, for which the host may have to wait.
+    `reuse`: whether the gradient overwrites given logits.
     """
-    setting = setting_of(call, _with_scale(call, asked) if asked[-1] else asked[:-2])
-    steps, source, saved = _run(setting, kernel, skips, reuse)
-    made = steps.results()
+    setting, asked = plan.setting(call), plan.asked
+    steps, source, saved = _run(setting, plan, reuse)
+    results = steps.results()
     if setting.made_first:
         gradients = source.gradients()
-        made += [one for one, wanted in zip(gradients, asked, strict=False) if wanted and one is not None]
+        results += [
+            gradient for gradient, wanted in zip(gradients, asked, strict=False) if wanted and gradient is not None
+        ]
         if asked[-1]:
-            made.append(_scale_gradient(setting, gradients))
+            results.append(_scale_gradient(setting, gradients))
         if setting.compute == torch.float16:
-            made.append(made[0].new_ones(()) if steps.deferred is None else steps.deferred.clone())
+            results.append(results[0].new_ones(()) if steps.deferred is None else steps.deferred.clone())
     elif saved is not None:
-        made.append(saved)
-    return made
+        results.append(saved)
+    return results
 
 
 def backward(
-    call: Call, asked: Asked, kernel: str, skips: bool, reuse: bool, saved: Tensor | None, upstream: Upstream
+    plan: Plan, call: Call, asked: Asked, reuse: bool, saved: Tensor | None, upstream: Upstream
 ) -> list[Tensor | None]:
-    """Return the gradients that are asked for, and None for the others."""
-    needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
-    setting = setting_of(call, needs, upstream)
-    made: list[Tensor | None] = [None] * len(needs)
-    if any(needs):
-        made = _run(setting, kernel, skips, reuse, saved)[1].gradients()
-    of_scale = _scale_gradient(setting, made) if asked[-1] else None
-    made = [one if wanted else None for one, wanted in zip(made, asked, strict=False)]
-    return [*made, _probability_gradient(setting) if asked[-2] else None, of_scale]
+    """Return the gradients that are asked for, and None for the others.
+
+    `asked`: those of the plan, or of class probabilities alone.
+    """
+    setting = plan.setting(call, upstream)
+    gradients: list[Tensor | None] = [None] * len(setting.needs)
+    if any(asked[:-2]) or asked[-1]:
+        gradients = _run(setting, plan, reuse, saved)[1].gradients()
+    of_scale = _scale_gradient(setting, gradients) if asked[-1] else None
+    gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, asked, strict=False)]
+    return [*gradients, _probability_gradient(setting) if asked[-2] else None, of_scale]
 
 
-def _run(
-    setting: Setting, kernel: str, skips: bool, reuse: bool, saved: Tensor | None = None
-) -> tuple[Steps, Stored, Tensor | None]:
+def _run(setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None) -> tuple[Steps, Stored, Tensor | None]:
     """Compute all rows with the steps of a backend: a forward pass, or a backward pass from the `saved` sums.
 
     Return the steps, which have the results, the source, which has the gradients, and the sums (K, N), if a forward
     pass saves them for the backward pass.
     """
-    steps, call, forward = STEPS[kernel](setting), setting.call, setting.upstream is None
+    steps, call, forward = STEPS[plan.kernel](setting), setting.call, setting.upstream is None
     kind = Stored if isinstance(call.source, Given) else Computed
     source = kind(setting, steps, setting.made_first or not forward, reuse)
     if forward and any(setting.needs) and not (setting.made_first or isinstance(call.target, (Dense, TopK))):
-        saved = torch.zeros(len(columns(setting)), setting.count, dtype=wide(setting.compute), device=setting.device)
+        saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
     again = not forward and steps.saves
     fused = steps.fuses and not again and not source.tiles
-    schedule = Schedule(steps, setting, source.step, skips and source.skips)
+    schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)
     waiting: tuple[Loaded, Any] | None = None
     for part in schedule:
@@ -160,7 +110,7 @@ def _run(
             source.differentiate(loaded, steps.finish(sums, part, True, None))
             source.add(loaded)
         else:
-            arriving = loaded, _fold(setting, source, loaded, len(columns(setting)))
+            arriving = loaded, _fold(setting, source, loaded, len(setting.columns))
             if source.overlaps:
                 waiting, arriving = arriving, waiting
             if arriving is not None:
@@ -192,13 +142,6 @@ def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums
     if source.wanted:
         source.differentiate(loaded, coefficients)
         source.add(loaded)
-
-
-def _with_scale(call: Call, asked: Asked) -> Asked:
-    """Return which gradients of the leaves are needed for that of the scale too."""
-    if isinstance(call.source, Given):
-        return (True,)
-    return asked[0] or not asked[1], asked[1], call.source.bias is not None
 
 
 def _scale_gradient(setting: Setting, gradients: list[Tensor | None]) -> Tensor:

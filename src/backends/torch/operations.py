@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import private, refusals
-from xent.backends.torch.contract import Setting, Upstream, columns, wide
+from xent.backends.torch.contract import Upstream, columns, wide
 from xent.backends.torch.function import Loss, Run, has_memory, parse, undisturbed
-from xent.backends.torch.loop import asked_of, backward, forward, leaves_of, made_first
+from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.memory import cast, gradient_like
-from xent.backends.torch.prepare import compute_of, is_per_row, prepare, rows_of
+from xent.backends.torch.plan import Plan, asked_of, compute_of, leaves_of, made_first
+from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.core.call import Call, Dense, Given, TopK, array_of
 
@@ -38,10 +39,10 @@ def _operation(schema: str, function: Any, fake: Any) -> None:
 def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     """Return the results; then, if gradients are asked for, the made ones or the sums for the backward pass."""
     call = parse(form, tensors)
-    wanted, device = tuple(asked) or (False,) * len(leaves_of(call)), array_of(call).device
-    prepared = undisturbed(device, prepare, call, wanted[:-2], wanted[-1], True, True)
-    made: list[Tensor] = undisturbed(device, forward, prepared, wanted, kernel, skips)
-    return made
+    plan = Plan(call, tuple(asked) or (False,) * len(leaves_of(call)), kernel, skips)
+    prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], True, True)
+    results: list[Tensor] = undisturbed(plan.device, forward, plan, prepared)
+    return results
 
 
 def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
@@ -59,8 +60,7 @@ def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensor
         made += _like_leaves(call, [*asked[:-2], False, False], True)
         made += [torch.empty((), dtype=acc, device=device) for _ in range(asked[-1] + (compute == torch.float16))]
     elif any(of_leaves) and not isinstance(call.target, (Dense, TopK)):
-        names = columns(Setting(call, 0, 0, 0, 0, compute, of_leaves, device, False))
-        made.append(torch.empty((len(names), count), dtype=acc, device=device))
+        made.append(torch.empty((len(columns(call)), count), dtype=acc, device=device))
     return made
 
 
@@ -85,10 +85,10 @@ def _backward(
     *upstream: Tensor | None,
 ) -> list[Tensor]:
     """Return the gradients that are asked for, in the dtypes of the tensors."""
-    call, wanted = parse(form, tensors), tuple(asked)
-    device = array_of(call).device
-    prepared = undisturbed(device, prepare, call, wanted[:-2], wanted[-1], False)
-    made = undisturbed(device, backward, prepared, wanted, kernel, skips, False, saved, Upstream(*upstream))
+    call = parse(form, tensors)
+    plan = Plan(call, tuple(asked), kernel, skips)
+    prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], False)
+    made = undisturbed(plan.device, backward, plan, prepared, plan.asked, False, saved, Upstream(*upstream))
     # The call of an eager loss has the number of a scale instead of its tensor.
     pairs = zip(made, leaves_of(call), strict=True)
     return [cast(one, getattr(leaf, "dtype", one.dtype)) for one, leaf in pairs if one is not None]
@@ -126,7 +126,7 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
         return tuple(torch.ops.xent.compute(form, list(asked), kernel, skips, list(tensors)))
     wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
     try:
-        made = Loss.apply(Run(call, asked, kernel, skips, form), *wanted, *tensors)
+        made = Loss.apply(Run(Plan(call, asked, kernel, skips, form), None), *wanted, *tensors)
     except RuntimeError as error:
         if "unctionalize" not in str(error):
             raise

@@ -1,7 +1,7 @@
 """Prepare a call for the loop: classes last, one value per row, shifts and heads applied, numbers and targets checked.
 
-`aligned` is the part that autograd and compilers see. `prepare` is the rest, which custom operations run too. Preparing
-a prepared call changes nothing.
+`typed` and `classes_last` are the part that autograd and compilers see. `prepare` is the rest, which custom operations
+run too. Preparing a prepared call changes nothing.
 """
 
 import math
@@ -14,10 +14,12 @@ from torch import Tensor
 from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
+from xent.backends.torch.plan import compute_of
 from xent.backends.torch.portable.rows import weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
+    ArraySlot,
     Call,
     Classes,
     Dense,
@@ -25,45 +27,51 @@ from xent.core.call import (
     Options,
     Probabilities,
     Product,
-    Source,
     TopK,
     gathered,
     replaced,
     vocabulary_of,
 )
-from xent.core.spec import LARGEST, ROW_STATS, bounded
+from xent.core.spec import LARGEST, ROW_STATS, Stats, bounded
 from xent.core.validate import check_options, check_subset
 
-__all__ = ["aligned", "compute_of", "is_per_row", "prepare", "rows_of"]
+__all__ = ["classes_last", "is_last", "is_per_row", "is_prepared", "prepare", "rows_of", "shaped", "typed"]
 
 _LEAST = {torch.float64: 2.0**-300, torch.float32: 2.0**-60}
 """A trained scale closer to 0 is replaced by this. The rounded x is 0 in both cases, but g, which has the factor s, is
 not, and the gradient of the scale is a sum of g z / s."""
 
 
-def aligned(call: Call) -> Call:
-    """Return the call with the classes of logits on the last axis, and with the dtypes of its matrix products."""
+def typed(call: Call) -> Call:
+    """Return the call with the dtypes of its matrix products."""
     source, target = call.source, call.target
     if isinstance(source, Product):
         source = _with_dtype(source, "linear_")
-    elif source.axis != source.logits.dim() - 1:
-        if isinstance(target, Probabilities):
-            target = replaced(target, values=target.values.movedim(source.axis, -1))
-        source = _classes_last(source)
-    elif not isinstance(target, Dense):
-        return call
-    if isinstance(target, Dense):
-        teacher = target.source
-        teacher = _with_dtype(teacher, "teacher.") if isinstance(teacher, Product) else _classes_last(teacher)
-        target = replaced(target, source=teacher)
+    if isinstance(target, Dense) and isinstance(target.source, Product):
+        target = replaced(target, source=_with_dtype(target.source, "teacher."))
     return replaced(call, source=source, target=target)
 
 
-def _classes_last(given: Given) -> Given:
-    last = given.logits.dim() - 1
-    if given.axis == last:
-        return given
-    return replaced(given, logits=given.logits.movedim(given.axis, -1), axis=last)
+def is_last(call: Call) -> bool:
+    """Return whether the classes of all logits are on the last axis."""
+    sources = [call.source, call.target.source] if isinstance(call.target, Dense) else [call.source]
+    return all(source.axis == source.logits.dim() - 1 for source in sources if isinstance(source, Given))
+
+
+def classes_last(call: Call) -> Call:
+    """Return the call with the classes of logits, and of class probabilities, on the last axis."""
+    source, target = call.source, call.target
+    if isinstance(source, Given):
+        if isinstance(target, Probabilities):
+            target = replaced(target, values=target.values.movedim(source.axis, -1))
+        source = _moved(source)
+    if isinstance(target, Dense) and isinstance(target.source, Given):
+        target = replaced(target, source=_moved(target.source))
+    return replaced(call, source=source, target=target)
+
+
+def _moved(given: Given) -> Given:
+    return replaced(given, logits=given.logits.movedim(given.axis, -1), axis=given.logits.dim() - 1)
 
 
 def _with_dtype(source: Product, prefix: str) -> Product:
@@ -88,12 +96,6 @@ def _with_dtype(source: Product, prefix: str) -> Product:
     return replaced(source, dtype=str(dtype).removeprefix("torch."))
 
 
-def compute_of(source: Source) -> torch.dtype:
-    """Return the dtype of given logits, or of the matrix products of an aligned call."""
-    dtype: torch.dtype = source.logits.dtype if isinstance(source, Given) else getattr(torch, source.dtype or "")
-    return dtype
-
-
 def rows_of(call: Call) -> tuple[int, ...]:
     """Return the shape of a result per row, for an aligned call."""
     source, target, options = call.source, call.target, call.options
@@ -113,21 +115,47 @@ def is_per_row(name: str, options: Options) -> bool:
     return name in ROW_STATS or (name == "accuracy" and options.accuracy_of_rows)
 
 
+def is_prepared(call: Call) -> bool:
+    """Return whether a call, or one with slots, is already in the form of the loop."""
+    target, activation, options = call.target, call.activation, call.options
+    if options.shift != 0 or _reads(call) or call.shards is not None:
+        return False
+    if activation.temperature is not None or options.sample_weight is not None:
+        return False
+    return isinstance(target, Classes) and target.ids.dim() == 1 and target.ids.is_contiguous()
+
+
+def _reads(call: Call) -> bool:
+    """Return whether a number is a tensor."""
+    activation, options = call.activation, call.options
+    numbers = (activation.logit_scale, activation.softcap, options.label_smoothing, options.z_loss, options.normalizer)
+    return any(isinstance(number, (Tensor, ArraySlot)) for number in numbers)
+
+
+def shaped(results: list[Tensor], rows: tuple[int, ...], options: Options) -> tuple[Tensor, Stats]:
+    """Return the loss and the statistics, those per row in the shape of the rows."""
+    loss = results[0].view(rows) if options.reduction == "none" else results[0]
+    if not options.stats:
+        return loss, _NO_STATS
+    stats = zip(options.stats, results[1:], strict=True)
+    return loss, Stats(**{name: each.view(rows) if is_per_row(name, options) else each for name, each in stats})
+
+
+_NO_STATS = Stats()
+
+
 def prepare(
     call: Call, needs: tuple[bool, ...], trains_scale: bool = False, first: bool = True, traced: bool = False
 ) -> Call:
-    """Return an aligned call in the form of the loop.
+    """Return a call with the classes of logits last in the form of the loop.
 
     `needs`: which leaves need a gradient. `trains_scale`: whether the logit scale needs one. `first`: values that the
     host can see are checked. `traced`: Python numbers are checked too, because no public function has done it.
     """
-    source, target, activation, options, shards = call
-    moves = options.shift != 0
-    numbers = (*activation[:2], *options[2:4], options.normalizer)
-    reads = traced or any(isinstance(value, Tensor) for value in numbers)
-    plain = not (moves or reads) and activation.temperature is options.sample_weight is shards is None
-    if plain and isinstance(target, Classes) and target.ids.dim() == 1 and target.ids.is_contiguous():
+    if is_prepared(call) and not traced:
         return call
+    source, target, activation, options, shards = call
+    moves, reads = options.shift != 0, traced or _reads(call)
     device, acc = (source.logits if isinstance(source, Given) else source.input).device, wide(compute_of(source))
     looks, rows = device.type == "cpu" or looks_at_targets(device), rows_of(call)
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
@@ -156,7 +184,7 @@ def prepare(
         places = torch.arange(math.prod(shape), device=device).view(shape)
         target = Probabilities(target.values, each(places, -1))
     if activation.temperature is not None:
-        divisor = each(activation.temperature, 1, acc)
+        divisor = each(activation.temperature.expand(rows), 1, acc)
         divisor = divisor.masked_fill(~(divisor > 0), torch.nan).clamp_(max=LARGEST)
         activation = activation._replace(temperature=divisor)
     weight = options.sample_weight
@@ -179,15 +207,17 @@ def prepare(
 def _support(target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tuple[int, ...], options: Any) -> Allowed:
     """Return the support of each row. Offsets whose values have not been checked must not cause reads out of bounds."""
     ids = each(target.ids, options.ignore_index, torch.int64)
-    begin, end, broken = target.begin, target.end, target.broken
-    if not looks and broken is None and len(begin):
-        given = torch.cat((begin, end[-1:])).to(torch.int64)
+    if target.begin is not None:
+        return target
+    begin, end, broken = target.offsets[:-1], target.offsets[1:], None
+    if not looks and len(begin):
+        given = target.offsets.to(torch.int64)
         rising = given.clamp(0, len(target.classes)).cummax(0).values
         rising[:1].zero_()  # a number assigned to an element would be copied from the host
         rising[-1:].fill_(len(target.classes))
         begin, end, broken = rising[:-1], rising[1:], (rising != given).any()
     begin, end = (each(values.view(rows), 0, torch.int64) for values in (begin, end))
-    return Allowed(ids, target.classes, begin, end, broken)
+    return Allowed(ids, target.classes, target.offsets, begin, end, broken)
 
 
 def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from xent.backends.torch import private
 from xent.core import validate
-from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, Product, TopK, fields_of
+from xent.core.call import Allowed, ArraySlot, Call, Classes, Dense, Given, Probabilities, Product, TopK, fields_of
 
 __all__ = [
     "NO_BATCH",
@@ -69,11 +69,11 @@ def named(call: Call) -> dict[str, Tensor]:
     else:
         found["target"] = target.ids
         if isinstance(target, Allowed):
-            found |= {"support.ids": target.classes, "support.offsets": target.begin}
+            found |= {"support.ids": target.classes, "support.offsets": target.offsets}
     found |= fields_of(activation)
     for name in ("weight", "sample_weight", "normalizer", "label_smoothing", "z_loss"):
         found[name] = getattr(options, name)
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in found.items() if isinstance(value, (Tensor, ArraySlot))}
 
 
 def _of_product(source: Product, prefix: str, of_weight: str) -> dict[str, Tensor | None]:
@@ -119,7 +119,7 @@ def check_rows(call: Call, size: int, shift: int) -> None:
     if temperature is not None:
         validate.check_temperature(temperature.double().cpu().numpy(), shift)
     if isinstance(target, Allowed):
-        classes, begin, end = (one.to(torch.int64).cpu().numpy() for one in target[1:4])
-        validate.check_support(classes, begin, end, size)
+        classes, offsets = (array.to(torch.int64).cpu().numpy() for array in (target.classes, target.offsets))
+        validate.check_support(classes, offsets[:-1], offsets[1:], size)
     if isinstance(target, (Classes, Allowed)) and (shift or target.ids.dim() != 1):
         check_targets(target.ids, call.options.ignore_index, size, shift)

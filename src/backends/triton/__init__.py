@@ -13,7 +13,7 @@ from xent.backends.harness import Harness
 from xent.backends.torch import TorchBackend
 from xent.backends.triton import machine
 from xent.core.call import Call, array_of, dtype_name
-from xent.core.spec import BackendInfo, Stats
+from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,11 +63,9 @@ class TritonBackend(TorchBackend):
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
         return None
 
-    def run(self, call: Call) -> "tuple[Tensor, Stats]":
-        """Run the call in the PyTorch driver, with the steps of this backend."""
+    def load(self) -> None:
+        """Import the module that registers the steps of this backend."""
         from xent.backends.triton import steps  # noqa: F401
-
-        return super().run(call)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

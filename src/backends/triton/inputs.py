@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, Setting, columns, smooths
+from xent.backends.torch.contract import Part, Setting, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.portable.rows import impossible, weights_of
@@ -117,7 +117,7 @@ class Inputs:
     @cached_property
     def columns(self) -> Columns:
         """The columns of packed sums."""
-        return Columns(**{name: place for place, name in enumerate(columns(self.setting))})
+        return Columns(**{name: place for place, name in enumerate(self.setting.columns)})
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.

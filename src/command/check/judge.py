@@ -14,7 +14,6 @@ log-probability may have the error of float32 logits. Its gradients may have the
 is rounded to the case's dtype. The entropy of a divergence is compared with that of float32 logits, too.
 """
 
-import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from xent.backends.protocol import Backend
 from xent.backends.reference import gradients
 from xent.command.check.case import LOSSES, Case, Inputs, make_inputs, mapped, placed
 from xent.core.call import Call
-from xent.core.describe import described
+from xent.core.signature import FUNCTIONS
 
 __all__ = ["Comparison", "call_of", "compare", "judge_case", "results_of_case", "typical_of", "worst_of"]
 
@@ -120,9 +119,9 @@ def _worst(values: Any, truth: Any, sizes: Any) -> float:
 
 def call_of(case: Case, differentiable: Results, options: Results) -> Call:
     """Return the validated call of a case on NumPy arrays. `options` includes the target or teacher."""
-    parameters = inspect.signature(getattr(xent, case.function)).parameters.values()
-    given = {one.name: one.default for one in parameters} | case.keywords | options | differentiable
-    return described(given, given)
+    function = FUNCTIONS[case.function]
+    given = dict(zip(function.names, function.defaults, strict=True)) | case.keywords | options | differentiable
+    return function.describe(given, given)
 
 
 def results_of_case(

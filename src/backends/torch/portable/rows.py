@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Part, Setting, Upstream, columns, smooths, wide
+from xent.backends.torch.contract import Block, Part, Setting, Upstream, smooths, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import Rows, row_sum
 from xent.backends.torch.refusals import check_targets
@@ -91,7 +91,7 @@ class Facts:
         """Gather the facts of all rows of a call."""
         call, dtype, count, given = setting.call, wide(setting.compute), setting.count, setting.upstream
         target, options, (scale, softcap, temperature) = call.target, call.options, call.activation
-        self.setting, self.activation, self.dtype, self.names = setting, call.activation, dtype, columns(setting)
+        self.setting, self.activation, self.dtype, self.names = setting, call.activation, dtype, setting.columns
         self.rooms, self.recorded = dict[str, Tensor](), dict[str, Tensor]()
         """Memory that all blocks of rows share, and recorded results (N,)."""
         self.index: Index = slice(0, count)

@@ -1,18 +1,16 @@
 """The public functions: their arguments and what these mean. They contain no algorithm.
 
-A call is described by the names of its arguments, and run by a backend. Log-probabilities are a cross-entropy loss with
-reduction "none", negated.
+Each goes to `xent.backends.evaluate`, with its arguments in the order of its parameters. Log-probabilities are a
+cross-entropy loss with reduction "none", negated.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from xent.backends import dtensors_of, rank_named, selected
-from xent.core.describe import described
-from xent.core.spec import Stats, Support
+from xent.backends.evaluate import evaluate
+from xent.core.describe import describe_divergence, describe_log_probs, describe_loss
+from xent.core.signature import register
+from xent.core.spec import Support
 
 __all__ = [
     "cross_entropy",
@@ -24,44 +22,6 @@ __all__ = [
 ]
 
 
-def _public(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the call that the signature of `function`, which has no body, describes.
-
-    DTensors call the function again with their local parts.
-    """
-    defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
-    names = list(defaults)
-    sources = names[: 2 if "linear_weight" in names else 1]
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        function(*args, **kwargs)  # raises TypeError for arguments that are missing or unknown
-        passed = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-        arguments = defaults | passed
-        array, classes = passed[sources[0]], passed[sources[-1]]
-        if hasattr(classes, "placements"):
-            cut = dtensors_of(classes, arguments.get("axis", 0), len(sources) > 1)
-            if cut is not None:
-                return cut(call, *map(arguments.pop, sources), arguments)
-        shards = arguments["vocab_parallel"]
-        with nullcontext() if shards is None else rank_named(shards, array):
-            found = described(arguments, passed)
-            loss, stats = selected(arguments["backend"], found, array).run(found)
-        asked = found.options.stats
-        if not found.options.accuracy_of_rows:
-            return (loss, stats) if asked else loss
-        results = [0 - loss]  # log-probabilities
-        if "entropy" in asked:
-            results.append(stats.entropy)
-        others = {name: getattr(stats, name) for name in asked if name != "entropy"}
-        if others:
-            results.append(Stats(**others))
-        return results[0] if len(results) == 1 else tuple(results)
-
-    return call
-
-
-@_public
 def cross_entropy(
     logits: Any,
     target: Any,
@@ -187,9 +147,13 @@ def cross_entropy(
     >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
     0.3955
     """
+    arguments = (
+        logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
+        sample_weight, normalizer, axis, inplace, stats, vocab_parallel, backend,
+    )  # fmt: skip
+    return evaluate("cross_entropy", arguments)
 
 
-@_public
 def linear_cross_entropy(
     input: Any,
     linear_weight: Any,
@@ -301,9 +265,14 @@ def linear_cross_entropy(
     >>> float(xent.linear_cross_entropy(heads, classifier, labels, shift=(1, 2), head_weight=(1.0, 0.5)).round(4))
     3.5111
     """
+    arguments = (
+        input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, z_loss,
+        softcap, logit_scale, sample_weight, normalizer, shift, head_weight, workspace, stats, vocab_parallel,
+        backend,
+    )  # fmt: skip
+    return evaluate("linear_cross_entropy", arguments)
 
 
-@_public
 def log_probs(
     logits: Any,
     target: Any,
@@ -386,9 +355,13 @@ def log_probs(
     >>> log_probs.round(4), entropy.round(4)
     (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
     """
+    arguments = (
+        logits, target, temperature, softcap, logit_scale, ignore_index, support, axis, entropy, stats,
+        vocab_parallel, backend,
+    )  # fmt: skip
+    return evaluate("log_probs", arguments)
 
 
-@_public
 def linear_log_probs(
     input: Any,
     linear_weight: Any,
@@ -445,9 +418,13 @@ def linear_log_probs(
     >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
     array([[-0.3408, -0.3408, -0.3408, -2.3408]])
     """
+    arguments = (
+        input, linear_weight, target, linear_bias, temperature, softcap, logit_scale, ignore_index, support,
+        shift, entropy, workspace, stats, vocab_parallel, backend,
+    )  # fmt: skip
+    return evaluate("linear_log_probs", arguments)
 
 
-@_public
 def divergence(
     logits: Any,
     teacher: Any,
@@ -563,9 +540,13 @@ def divergence(
     >>> float(xent.divergence(student, teacher).round(4)), float(xent.divergence(student, student))
     (0.8403, 0.0)
     """
+    arguments = (
+        logits, teacher, kind, beta, temperature, softcap, logit_scale, reduction, sample_weight, normalizer,
+        axis, stats, vocab_parallel, backend,
+    )  # fmt: skip
+    return evaluate("divergence", arguments)
 
 
-@_public
 def linear_divergence(
     input: Any,
     linear_weight: Any,
@@ -638,3 +619,17 @@ def linear_divergence(
     >>> float(xent.linear_divergence(hidden, classifier, teacher).round(4))
     0.4545
     """
+    arguments = (
+        input, linear_weight, teacher, linear_bias, kind, beta, temperature, softcap, logit_scale, reduction,
+        sample_weight, normalizer, shift, workspace, stats, vocab_parallel, backend,
+    )  # fmt: skip
+    return evaluate("linear_divergence", arguments)
+
+
+for _functions, _describe in (
+    ((cross_entropy, linear_cross_entropy), describe_loss),
+    ((log_probs, linear_log_probs), describe_log_probs),
+    ((divergence, linear_divergence), describe_divergence),
+):
+    for _function in _functions:
+        register(_function, _describe)

@@ -1,0 +1,129 @@
+"""`Plan`: everything about how a call runs that follows from its signature, decided once.
+
+It is made from a call with slots in place of values (`xent.core.signature`), so it holds no tensor, address, stream or
+process group, and it cannot depend on a number, a value in a tensor, or the number of rows. Custom operations make one
+from a call with numbers, which their text contains.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.contract import CONSTANTS, Setting, Upstream, columns
+from xent.core.call import (
+    Allowed,
+    ArraySlot,
+    Call,
+    Classes,
+    Dense,
+    Given,
+    Probabilities,
+    Source,
+    TopK,
+    array_of,
+    vocabulary_of,
+)
+from xent.core.spec import DIFFERENTIABLE
+
+__all__ = ["Asked", "Plan", "asked_of", "compute_of", "leaves_of", "made_first"]
+
+Asked = tuple[bool, ...]
+"""Which gradients are asked for: those of the leaves (logits; or input, weight, bias), of class probabilities, and of
+the logit scale."""
+
+
+class Plan:
+    """How the passes of a call run."""
+
+    def __init__(self, call: Call, asked: Asked, kernel: str, skips: bool = True, form: str = "") -> None:
+        """`call`: with the dtypes of its products. `kernel`: the name of the backend.
+
+        `skips`: whether ignored rows may be left out of matrix products, for which the host may have to wait. `form`:
+        the text of the call if its passes are custom operations.
+        """
+        self.call, self.asked, self.kernel, self.skips, self.form = call, asked, kernel, skips, form
+        options, source, target = call.options, call.source, call.target
+        self.names = ("loss", *options.stats)
+        self.device = array_of(call).device
+        reduced = options.reduction != "none" or isinstance(target, (Dense, TopK))
+        self.linked = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
+        """The results that have gradients."""
+        self.first = made_first(call, (*asked[:-2], asked[-1]))
+        """Whether the forward pass computes the gradients."""
+        self.reuse = isinstance(source, Given) and source.inplace and asked[0]
+        """Whether the gradient of logits is written over them."""
+        self.compute = compute_of(source)
+        self.needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
+        """Which gradients of the leaves are computed, for themselves or for that of the scale."""
+        self.columns = columns(call)
+        self._constants: dict[Any, Any] = {}
+
+    def setting(self, call: Call, upstream: Upstream | None = None) -> Setting:
+        """Return how a prepared call runs: a forward pass, or a backward pass for these upstream gradients."""
+        source, target, shards = call.source, call.target, call.shards
+        classes = vocabulary_of(source)
+        first, size = (0, classes) if shards is None else (shards.first or 0, shards.size or 0)
+        width = classes if shards is None else max(min(first + classes, size) - min(first, size), 0)
+        if isinstance(target, (Classes, Allowed)):
+            count = target.ids.shape[0]
+        elif isinstance(target, Probabilities) and target.order is not None:
+            count = target.order.shape[0]
+        elif isinstance(target, Probabilities):  # hidden states may be this rank's tokens only
+            count = target.values.shape[:-1].numel()
+        else:
+            count = (source.logits if isinstance(source, Given) else source.input).shape[:-1].numel()
+        firsts = upstream is None and self.first
+        constants = self.constants(upstream)
+        return Setting(
+            *(call, count, size, first, width, self.compute, self.needs, self.device, firsts),
+            *(self.columns, constants, upstream),
+        )
+
+    def constants(self, upstream: Upstream | None) -> Any:
+        """Return what the backend's steps decide once for a pass with these upstream gradients."""
+        decide = CONSTANTS.get(self.kernel)
+        if decide is None:
+            return None
+        given = None if upstream is None else tuple([gradient is not None for gradient in upstream])
+        if given not in self._constants:
+            self._constants[given] = decide(self, given)
+        return self._constants[given]
+
+
+def leaves_of(call: Call) -> tuple[Any, ...]:
+    """Return the values to which `Asked` refers."""
+    source = call.source
+    leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
+    probabilities = call.target.values if isinstance(call.target, Probabilities) else None
+    return (*leaves, probabilities, call.activation.logit_scale)
+
+
+def asked_of(leaves: tuple[Any, ...]) -> Asked:
+    """Return which gradients are asked for."""
+    enabled = torch.is_grad_enabled()
+    return tuple([enabled and isinstance(leaf, (Tensor, ArraySlot)) and leaf.requires_grad for leaf in leaves])
+
+
+def compute_of(source: Source) -> torch.dtype:
+    """Return the dtype of given logits, or of the matrix products of an aligned call."""
+    dtype: torch.dtype = source.logits.dtype if isinstance(source, Given) else getattr(torch, source.dtype or "")
+    return dtype
+
+
+def made_first(call: Call, needs: tuple[bool, ...]) -> bool:
+    """Return whether the forward pass computes the gradients: for losses that are one number.
+
+    Float16 logits are an exception: a gradient could underflow before the upstream gradient scales it.
+    """
+    source = call.source
+    if call.options.reduction == "none" or not any(needs):
+        return False
+    return not isinstance(source, Given) or source.logits.dtype != torch.float16
+
+
+def _with_scale(call: Call, asked: Asked) -> Asked:
+    """Return which gradients of the leaves are needed for that of the scale too."""
+    if isinstance(call.source, Given):
+        return (True,)
+    return asked[0] or not asked[1], asked[1], call.source.bias is not None

@@ -1,0 +1,98 @@
+"""Calls of plain tensors: a plan is looked up by the call's signature, or made, and then bound to the call's values.
+
+A later call of a known signature does only what depends on values: it checks that all arrays have the same rows and
+that numbers are in their ranges, and runs. If a check fails, the arguments are described again, which raises the error
+that a first call raises.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from xent.backends.torch.entry import check_inplace
+from xent.backends.torch.function import PlainLoss, Run, undisturbed
+from xent.backends.torch.loop import forward
+from xent.backends.torch.plan import Plan, asked_of, leaves_of
+from xent.backends.torch.prepare import classes_last, is_last, is_prepared, prepare, rows_of, shaped, typed
+from xent.backends.torch.refusals import refuse
+from xent.backends.torch.signature import Signature, signature_of, stand_ins
+from xent.core.call import Given, Options, array_of, folded, replaced
+from xent.core.describe import have_same_rows
+from xent.core.signature import Function, binder, is_inside, with_slots
+from xent.core.spec import LARGEST, Stats
+
+__all__ = ["clear", "evaluate"]
+
+_MOST = 1024  # plans; if there are more, the cache is cleared
+
+
+class _Planned:
+    """A plan, and how the operands of a call are put into it."""
+
+    def __init__(self, function: Function, arguments: tuple[Any, ...], select: Callable[..., Any]) -> None:
+        described, passed, numbers = stand_ins(function, arguments)
+        call = typed(with_slots(function.describe(described, passed), numbers))
+        backend = select(described["backend"], call, array_of(call), 4)
+        backend.load()
+        self.plan = Plan(call, asked_of(leaves_of(call)), backend.name)
+        refuse(call, False)
+        self.bind = binder(call)
+        self.numbers = [(name.removeprefix("teacher."), slot.place) for name, slot in numbers.items()]
+        self.folds, self.moves = call.activation.temperature is not None, not is_last(call)
+        self.prepared = is_prepared(call) and not self.moves
+        self.overwrites = isinstance(call.source, Given) and call.source.inplace
+        self.gathers = call.shards is not None and call.shards.axis is not None
+
+
+_PLANS: dict[Signature, _Planned] = {}
+
+
+def clear() -> None:
+    """Forget all plans."""
+    _PLANS.clear()
+
+
+def evaluate(
+    function: Function, arguments: tuple[Any, ...], select: Callable[..., Any]
+) -> tuple[Options, Any, Stats] | None:
+    """Return the options of a call and its results; None if it has no signature.
+
+    `select`: the function that selects a backend for a call.
+    """
+    signed = signature_of(function, arguments)
+    if signed is None:
+        return None
+    signature, operands = signed
+    planned = _PLANS.get(signature)
+    if planned is None:
+        if len(_PLANS) >= _MOST:
+            _PLANS.clear()
+        planned = _PLANS[signature] = _Planned(function, arguments, select)
+    valid = not planned.gathers
+    for name, place in planned.numbers:
+        number = operands[place]
+        valid = valid and is_inside(name, number)
+        if number > LARGEST and name in ("softcap", "temperature"):
+            operands[place] = LARGEST
+    call = planned.bind(operands)
+    if not (valid and have_same_rows(call)):
+        described, passed, _ = stand_ins(function, arguments)
+        function.describe(described, passed)
+    plan = planned.plan
+    if planned.folds:
+        call = folded(call)
+    if planned.moves:
+        call = classes_last(call)
+    if planned.overwrites:
+        check_inplace(call.source.logits, plan.asked)
+    rows = rows_of(call)
+    leaves = [leaf for leaf, asked in zip(leaves_of(call), plan.asked, strict=True) if asked]
+    if plan.asked[-2]:
+        call = replaced(call, target=replaced(call.target, values=call.target.values.detach()))
+    if not planned.prepared:
+        call = prepare(call, plan.asked[:-2], plan.asked[-1])
+    if leaves:
+        results = PlainLoss.apply(Run(plan, call), *leaves)[: len(plan.names)]
+    else:
+        results = undisturbed(plan.device, forward, plan, call)
+    loss, stats = shaped(results, rows, plan.call.options)
+    return plan.call.options, loss, stats

@@ -1,0 +1,200 @@
+"""The signature of a call of PyTorch's plain tensors: what may decide how the call runs, and nothing else.
+
+It holds no tensor and no process group, and says of a number only its bucket. Of a tensor it has dtype, device, number
+of axes, the sizes of axes that are no rows, whether it is contiguous, whether it begins at a multiple of 16 bytes, and
+whether it requires a gradient. Values that Python takes for equal, such as 1, True and 1.0, differ by their types.
+
+Tensors that are not plain have no signature: subclasses, negative views, tensors without memory, and those with a
+tangent; nor have calls under a mode, a transform or a tracer.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from xent.backends.torch import private
+from xent.core.call import ArraySlot, GroupSlot, NumberSlot
+from xent.core.signature import Function, bucket
+from xent.core.spec import LinearTeacher, Subset, Support, TopKTeacher, VocabParallel
+from xent.core.validate import RANGES, number_of
+
+__all__ = ["Signature", "is_plain_here", "signature_of", "stand_ins"]
+
+Signature = tuple[Any, ...]
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_CONSTANTS = (bool, int, float, str, type(None))
+_FIXED = frozenset(("linear_weight", "linear_bias", "weight", "teacher.weight", "teacher.bias", "subset.ids"))
+"""The arrays without an axis of rows."""
+_RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
+    LinearTeacher: ("teacher", ("input", "weight", "bias", "softcap", "logit_scale")),
+    TopKTeacher: ("teacher", ("ids", "log_probs", "tail")),
+    Support: ("support", ("ids", "offsets")),
+    Subset: ("subset", ("teacher", "ids")),
+}
+
+
+class _NotPlain(Exception):
+    """The call has no signature."""
+
+
+def is_plain_here() -> bool:
+    """Return whether nothing traces, transforms or watches operations."""
+    return not (
+        torch.compiler.is_compiling()
+        or private.dispatch_modes()
+        or private.transforms_active()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signature, list[Any]] | None:
+    """Return the signature of a call, and its operands: tensors, numbers and process groups. None if it has none."""
+    if not is_plain_here():
+        return None
+    kind, axis = arguments[0].device.type, _axis(function, arguments)
+    parts: list[Any] = [function.name, torch.is_grad_enabled(), axis, os.environ.get("XENT_BACKEND")]
+    operands: list[Any] = []
+    try:
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            parts.append(torch.get_autocast_dtype(kind))
+        for name, default, argument in zip(function.names, function.defaults, arguments, strict=True):
+            if argument is not default:
+                _add(name, argument, axis, parts, operands)
+    except _NotPlain:
+        return None
+    return tuple(parts), operands
+
+
+def stand_ins(
+    function: Function, arguments: tuple[Any, ...]
+) -> tuple[dict[str, Any], list[str], dict[str, NumberSlot]]:
+    """Return the arguments by name with slots in place of tensors and groups, the names passed, and slots of numbers.
+
+    The slots have the places of the operands of `signature_of`. Numbers are still there: they are to be checked.
+    """
+    axis, count, numbers = _axis(function, arguments), 0, dict[str, NumberSlot]()
+
+    def stand_in(name: str, value: Any) -> Any:
+        nonlocal count
+        kind, place = type(value), count
+        if name.removeprefix("teacher.") in RANGES:
+            value = number_of("torch", value)
+            kind = type(value)
+            if kind is float or kind is int:
+                numbers[name] = NumberSlot(place, bucket(name.removeprefix("teacher."), value))
+                count += 1
+                return value
+        if kind in _PLAIN_TYPES:
+            count += 1
+            return _slot(value, name, place, axis)
+        if kind in _RECORDS:
+            prefix, fields = _RECORDS[kind]
+            inner = {field: getattr(value, field) for field in fields}
+            named = {field: name if field == "teacher" else f"{prefix}.{field}" for field in fields}
+            return dataclasses.replace(value, **{field: stand_in(named[field], inner[field]) for field in fields})
+        if name == "vocab_parallel":
+            count += 1
+            shards = value if isinstance(value, VocabParallel) else VocabParallel(value)
+            return dataclasses.replace(shards, group=GroupSlot(place))
+        return value
+
+    described, passed = {}, []
+    for name, default, argument in zip(function.names, function.defaults, arguments, strict=True):
+        described[name] = argument
+        if argument is not default:
+            passed.append(name)
+            described[name] = stand_in(name, argument)
+    return described, passed, numbers
+
+
+def _axis(function: Function, arguments: tuple[Any, ...]) -> int:
+    """Return the axis of the classes of logits."""
+    axis = arguments[function.names.index("axis")] if "axis" in function.names else -1
+    return axis if type(axis) is int else -1
+
+
+def _add(name: str, argument: Any, axis: int, parts: list[Any], operands: list[Any]) -> None:
+    """Append the part of an argument to a signature, and its operands."""
+    kind = type(argument)
+    if kind in _PLAIN_TYPES:
+        parts.append(_facts(argument, name, axis))
+        operands.append(argument)
+    elif kind in _RECORDS:
+        prefix, fields = _RECORDS[kind]
+        parts.append((name, kind))
+        for field in fields:
+            _add(name if field == "teacher" else f"{prefix}.{field}", getattr(argument, field), axis, parts, operands)
+    elif (option := name.removeprefix("teacher.")) in RANGES:
+        number = number_of("torch", argument)
+        kind = type(number)
+        if kind is float or kind is int:
+            parts.append((name, bucket(option, number)))
+            operands.append(number)
+        elif kind in _CONSTANTS:
+            parts.append((name, kind, number))
+        else:
+            raise _NotPlain
+    elif kind in _CONSTANTS:
+        parts.append((name, kind, argument))
+    elif name == "vocab_parallel":
+        _add_shards(argument, parts, operands)
+    elif kind in (tuple, list) and all(type(entry) in _CONSTANTS for entry in argument):
+        parts.append((name, kind, *[(type(entry), entry) for entry in argument]))
+    elif kind in (set, frozenset) and all(type(entry) is str for entry in argument):
+        parts.append((name, kind, frozenset(argument)))
+    else:
+        raise _NotPlain
+
+
+def _add_shards(argument: Any, parts: list[Any], operands: list[Any]) -> None:
+    from xent.backends.torch.shards.ranges import group_of
+
+    group, numbers = group_of(argument), ()
+    if isinstance(argument, VocabParallel):
+        numbers = (argument.first, argument.size, argument.sequence_parallel)
+    if any(type(number) not in _CONSTANTS for number in numbers):
+        raise _NotPlain
+    parts.append(("vocab_parallel", group.group_name, group.rank(), group.size(), *map(type, numbers), *numbers))
+    operands.append(group)
+
+
+def _class_axis(name: str, tensor: Tensor, axis: int) -> int | None:
+    """Return the axis of a tensor that is no axis of rows; None if all are, or none."""
+    if name in ("input", "teacher.input", "teacher.ids", "teacher.log_probs"):
+        return -1
+    return axis if name in ("logits", "teacher") or (name == "target" and tensor.is_floating_point()) else None
+
+
+def _facts(tensor: Tensor, name: str, axis: int) -> tuple[Any, ...]:
+    """Return what a signature has of a plain tensor."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # it has no memory, or a layout that is not strided
+        raise _NotPlain from None
+    device, shape = tensor.device, tensor.shape
+    if tensor.is_neg() or tensor.is_nested or device.type == "meta":
+        raise _NotPlain
+    if forward_ad.unpack_dual(tensor).tangent is not None:
+        raise _NotPlain
+    sizes: Any = len(shape)
+    if name in _FIXED:
+        sizes = shape
+    elif (of_classes := _class_axis(name, tensor, axis)) is not None and -sizes <= of_classes < sizes:
+        sizes = sizes, shape[of_classes]
+    return name, tensor.dtype, device, sizes, tensor.requires_grad, tensor.is_contiguous(), address % 16 == 0
+
+
+def _slot(tensor: Tensor, name: str, place: int, axis: int) -> ArraySlot:
+    count, of_classes = tensor.dim(), _class_axis(name, tensor, axis)
+    rows = (
+        [] if name in _FIXED else [other for other in range(count) if of_classes is None or other != of_classes % count]
+    )
+    return ArraySlot(
+        place, tuple(tensor.shape), tuple(rows), tensor.dtype, tensor.device,
+        tensor.requires_grad, tensor.is_contiguous(), tensor.data_ptr() % 16 == 0,
+    )  # fmt: skip
