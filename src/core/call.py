@@ -5,7 +5,8 @@ A public function validates its arguments and makes one `Call`. A driver flatten
 """
 
 import reprlib
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -220,7 +221,8 @@ def array_of(call: Call) -> Any:
     return call.source.logits if isinstance(call.source, Given) else call.source.input
 
 
-class ArraySlot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ArraySlot:
     """Stands for an array of PyTorch in the description of a call: what decides how the call runs."""
 
     place: int
@@ -237,8 +239,8 @@ class ArraySlot(NamedTuple):
     is_aligned: bool
     """Whether it begins at a multiple of 16 bytes."""
 
-    is_nested = False
-    layout = "torch.strided"
+    is_nested: ClassVar[bool] = False
+    layout: ClassVar[str] = "torch.strided"
 
     def dim(self) -> int:
         """Return the number of axes."""
@@ -250,10 +252,11 @@ class ArraySlot(NamedTuple):
 
     def without_rows(self) -> "ArraySlot":
         """Return it without the sizes of axes of rows."""
-        return self._replace(shape=tuple([None if axis in self.rows else n for axis, n in enumerate(self.shape)]))
+        return replace(self, shape=tuple([None if axis in self.rows else n for axis, n in enumerate(self.shape)]))
 
 
-class NumberSlot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NumberSlot:
     """Stands for the number of an option."""
 
     place: int
@@ -261,7 +264,8 @@ class NumberSlot(NamedTuple):
     """What decides how the call runs: "neutral", "given", or the kind of a beta."""
 
 
-class GroupSlot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GroupSlot:
     """Stands for a process group."""
 
     place: int

@@ -75,15 +75,17 @@ def with_slots(call: Call, numbers: dict[str, NumberSlot]) -> Call:
 
 
 def _mapped(record: Any, change: Callable[[ArraySlot], ArraySlot]) -> Any:
-    fields = [
-        change(field)
-        if isinstance(field, ArraySlot)
-        else _mapped(field, change)
-        if hasattr(field, "_fields") and not isinstance(field, (NumberSlot, GroupSlot))
-        else field
-        for field in record
-    ]
-    return type(record)(*fields)
+    """Return a record with other slots of arrays, also in its records."""
+    return type(record)(
+        *[
+            change(field) if isinstance(field, ArraySlot) else _mapped(field, change) if _is_record(field) else field
+            for field in record
+        ]
+    )
+
+
+def _is_record(field: Any) -> bool:
+    return hasattr(field, "_fields")
 
 
 Operands = list[Any]
@@ -94,11 +96,7 @@ def binder(record: Any) -> Callable[[Operands], Any]:
     """Return a function that returns a record with operands in place of its slots, also of those in its records."""
     kind, fields = type(record), list(record)
     places = [(index, field.place) for index, field in enumerate(fields) if isinstance(field, _SLOTS)]
-    records = [
-        (index, binder(field))
-        for index, field in enumerate(fields)
-        if hasattr(field, "_fields") and not isinstance(field, _SLOTS) and _has_slots(field)
-    ]
+    records = [(index, binder(field)) for index, field in enumerate(fields) if _is_record(field) and _has_slots(field)]
 
     def bind(operands: Operands) -> Any:
         bound = fields.copy()
@@ -112,4 +110,4 @@ def binder(record: Any) -> Callable[[Operands], Any]:
 
 
 def _has_slots(record: Any) -> bool:
-    return any(isinstance(field, _SLOTS) or (hasattr(field, "_fields") and _has_slots(field)) for field in record)
+    return any(isinstance(field, _SLOTS) or (_is_record(field) and _has_slots(field)) for field in record)

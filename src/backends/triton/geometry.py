@@ -10,13 +10,22 @@ from xent.backends.torch.devices import is_padded
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.triton.launches import Way, cdiv, next_power_of_2
 
-__all__ = ["Placed", "in_blocks", "placed", "rows_of", "sizes"]
+__all__ = ["Layout", "Placed", "in_blocks", "placed", "rows_of", "sizes"]
 
 _KIB = 1024
 _LINE = 64  # classes: a cache line of 16-bit logits, two of float32 logits
 
 Strides = tuple[int, int, int]
 """(rows in a group, stride of groups, stride of rows), in elements. The stride of groups may be 0."""
+
+
+class Layout(NamedTuple):
+    """Members of `xent.backends.triton.launches.Way` that follow from where rows are in memory."""
+
+    grouped: bool
+    skewed: bool
+    ragged: bool
+    vector: int
 
 
 class Placed(NamedTuple):
@@ -34,8 +43,7 @@ class Placed(NamedTuple):
     """Of the gradient."""
     skew: int
     """The offset of the first logit from a multiple of 16 bytes, in elements."""
-    layout: dict[str, Any]
-    """The members grouped, skewed, ragged and vector of `xent.backends.triton.launches.Way`."""
+    layout: Layout
 
 
 def placed(block: Block) -> Iterator[Placed]:
@@ -60,7 +68,7 @@ def placed(block: Block) -> Iterator[Placed]:
         if not alike or (ragged and not is_padded(logits)):
             skew, vector, skewed, ragged = 0, 1, False, True
         grouped = min(rows[0], places[0]) < count
-        layout = {"grouped": grouped, "skewed": skewed, "ragged": ragged, "vector": vector}
+        layout = Layout(grouped, skewed, ragged, vector)
         yield Placed(logits, grad, block.start + start, count, rows, places, skew, layout)
 
 
@@ -103,8 +111,8 @@ def sizes(vocabulary: int, some: Placed, way: Way, writes: bool, shares: bool, *
     Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
     reference of sums.
     """
-    itemsize, vector, parts, registers = some.logits.itemsize, some.layout["vector"], 1, 64
-    row, is_odd = vocabulary * itemsize / _KIB, some.layout["skewed"] or vector == 1
+    itemsize, vector, parts, registers = some.logits.itemsize, some.layout.vector, 1, 64
+    row, is_odd = vocabulary * itemsize / _KIB, some.layout.skewed or vector == 1
     if row <= 8:
         block = next_power_of_2(vocabulary)
         return in_blocks(vocabulary, some, way, block, max(min(block * itemsize // _KIB, 8), 1), **more)
@@ -133,7 +141,7 @@ def in_blocks(
 
     Each part must have a class. If one part is longer than a block, all must be. `more` are other members of the way.
     """
-    vector, skewed = some.layout["vector"], some.layout["skewed"]
+    vector, skewed = some.layout.vector, some.layout.skewed
     # The reference of a skewed row is found without the last vector of its first block.
     block = max(block, 2 * vector)
     share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _LINE) * _LINE
@@ -142,7 +150,7 @@ def in_blocks(
         lanes=block if skewed else block // vector,
         blocks=next_power_of_2(cdiv(share, block)),
         parts=parts,
-        **some.layout,
+        **some.layout._asdict(),
         **more,
     )
     # Without fused multiply-add if rows may begin anywhere: then a class may be in the first block, in the loop or in

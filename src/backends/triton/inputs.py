@@ -4,39 +4,82 @@ Kernels read targets, weights and upstream gradients from the caller's own tenso
 of rows with a target take one launch.
 """
 
-from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, Setting, smooths
+from xent.backends.torch.contract import CONSTANTS, Part, Setting, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
+from xent.backends.torch.plan import Plan
 from xent.backends.torch.portable.rows import impossible, weights_of
 from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.sums import divisor_kernel
-from xent.backends.triton.launches import Columns, Numbers, Results, Rows, Upstreams, Way, launch, next_power_of_2
-from xent.core.call import Allowed, Classes, Probabilities, TopK
+from xent.backends.triton.launches import Columns, Launch, Numbers, Results, Rows, Upstreams, Way, next_power_of_2
+from xent.core.call import Allowed, Classes, Probabilities, TopK, differs
 
-__all__ = ["Inputs", "floats_of"]
+__all__ = ["Decisions", "Inputs", "floats_of"]
 
+_NO_UPSTREAMS = Upstreams()
 _MANY = 1024
 _LARGEST_SOFTCAP = 256
 _NO_LIMIT = 2**62
 
 
+class Decisions:
+    """What the steps of a plan decide once: the constants of kernels, and kernels with constants that they share."""
+
+    def __init__(self, plan: Plan, upstream: tuple[bool, ...] | None) -> None:
+        """`upstream`: which upstream gradients there are; None in a forward pass."""
+        call = plan.call
+        options, activation, target = call.options, call.activation, call.target
+        statistics = upstream is not None and any(upstream[1:])
+        of_entropy = upstream is not None and upstream[-1]
+        self.stats = stats = options.stats if upstream is None else ()
+        """The statistics that are computed."""
+        self.way = Way(
+            capped=activation.softcap is not None,
+            scaled=differs(activation.logit_scale, 1) or activation.temperature is not None,
+            smoothed=smooths(options.label_smoothing) or isinstance(target, Probabilities),
+            z_loss=differs(options.z_loss, 0),
+            all_rows=bool(stats) or statistics,
+            statistics=statistics,
+            of_entropy=of_entropy,
+            entropy=of_entropy or "entropy" in stats,
+            squared="log_sum_sq_probs" in stats,
+            averaged="mean_logit" in stats,
+            predicted="predictions" in stats or "accuracy" in stats,
+        )
+        """What all launches of a call share."""
+        self.columns = Columns(**{name: place for place, name in enumerate(plan.columns) if name in Columns._fields})
+        """The columns of packed sums."""
+        self.counts = "count" in stats or "accuracy" in stats
+        names = () if upstream is not None else [name for name in ("loss", *stats) if name != "count"]
+        self.recorded = [(name, torch.int64 if name == "predictions" else torch.float32) for name in names]
+        """The results of rows that kernels of a forward pass record, with their dtypes."""
+        self.launches: dict[Any, Launch] = {}
+
+
+CONSTANTS["triton"] = Decisions
+
+
 class Inputs:
-    """The rows of a call: argument groups, numbers and constants of kernels."""
+    """The rows of a call: argument groups and numbers of kernels."""
 
     recorded = Results()
     """The memory of the results that kernels record."""
 
     def __init__(self, setting: Setting) -> None:
-        call, upstream = setting.call, setting.upstream
+        call, upstream, decisions = setting.call, setting.upstream, setting.constants
         options, target, (scale, softcap, temperature) = call.options, call.target, call.activation
         self.setting, self.options, self.device, self.count = setting, options, setting.device, setting.count
+        self.decisions, self.way, self.columns, self.stats = (
+            decisions,
+            decisions.way,
+            decisions.columns,
+            decisions.stats,
+        )
         ids: Tensor | None = None
         self.ignore_index, self.limit = -1, _NO_LIMIT
         """The `rows.target` that is ignored, and the smallest one that is invalid."""
@@ -47,63 +90,50 @@ class Inputs:
         values = options.label_smoothing, options.z_loss, softcap, scale
         (smoothing, z_loss, *activation), numbers = floats_of(values, self.device)
         self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, z_loss, *activation)
-        given = [None if one is None else one.expand(self.count).contiguous() for one in upstream or ()]
-        self.upstreams = Upstreams(*given)
-        statistics, of_entropy = any(one is not None for one in given[1:]), self.upstreams.entropy is not None
-        self.stats = stats = options.stats if upstream is None else ()
-        """The statistics that are computed."""
-        self.way = Way(
-            capped=softcap is not None,
-            scaled=isinstance(scale, Tensor) or scale != 1 or temperature is not None,
-            smoothed=smooths(values[0]) or isinstance(target, Probabilities),
-            z_loss=isinstance(values[1], Tensor) or z_loss != 0,
-            all_rows=bool(stats) or statistics,
-            statistics=statistics,
-            of_entropy=of_entropy,
-            entropy=of_entropy or "entropy" in stats,
-            squared="log_sum_sq_probs" in stats,
-            averaged="mean_logit" in stats,
-            predicted="predictions" in stats or "accuracy" in stats,
-        )
-        """What all launches of a call share."""
-        weight = None if options.weight is None else options.weight.float().contiguous()
-        total = weight.sum() if weight is not None and self.way.smoothed else None
-        self.rows = Rows(ids, options.sample_weight, weight, total, None, temperature, numbers)
+        self.upstreams = _NO_UPSTREAMS
+        if upstream is not None:
+            given = [None if each is None else each.expand(self.count).contiguous() for each in upstream]
+            self.upstreams = Upstreams(*given)
+        weight = total = None
+        if options.weight is not None:
+            weight = options.weight.float().contiguous()
+            total = weight.sum() if self.way.smoothed else None
+        rows = Rows(ids, options.sample_weight, weight, total, None, temperature, numbers)
         if upstream is None and looks_at_targets(self.device):
             if ids is not None and self.limit != _NO_LIMIT:
                 check_targets(ids, self.ignore_index, self.limit)
             elif isinstance(target, TopK):
                 of_rows = torch.ones(self.count) if options.sample_weight is None else options.sample_weight
                 impossible(target, setting, of_rows == 0)
-        self.mean = options.reduction == "mean"
+        mean = options.reduction == "mean"
         self.counted: Tensor | None = None
         """() int64: the number of rows with a target; None if no statistic needs it."""
-        if "count" in stats or "accuracy" in stats:
+        if decisions.counts:
             self.counted = torch.empty((), dtype=torch.int64, device=self.device)
-        if self.mean or setting.in_float16 or self.counted is not None:
-            self.rows = self.rows._replace(divisor=self._divisor())
+        if mean or setting.in_float16 or decisions.counts:
+            rows = rows._replace(divisor=self._divisor(rows, options.normalizer if mean else 1.0))
+        self.rows = rows
 
-    def _divisor(self) -> Tensor:
+    def _divisor(self, rows: Rows, normalizer: Any) -> Tensor:
         """Return `Rows.divisor`. The same launch writes `counted`."""
-        rows, in_float16, shards = self.rows, self.setting.in_float16, self.setting.call.shards
-        normalizer = self.options.normalizer if self.mean else 1.0
+        in_float16, shards, device = self.setting.in_float16, self.setting.call.shards, self.device
         if not (normalizer is None or isinstance(normalizer, Tensor)):
-            normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=self.device)
+            normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=device)
         weight = rows.class_weight if self.limit != _NO_LIMIT else None
         if shards is not None and weight is not None and (in_float16 or normalizer is None):
-            found = weights_of(weight, cast(rows.target, torch.int64), shards)
-            rows = rows._replace(sample_weight=found if rows.sample_weight is None else found * rows.sample_weight)
-        rows = rows._replace(class_weight=weight if shards is None else None)
-        made = torch.empty(3, dtype=torch.float32, device=self.device)
+            of_targets = weights_of(weight, cast(rows.target, torch.int64), shards)
+            weights = of_targets if rows.sample_weight is None else of_targets * rows.sample_weight
+            rows = rows._replace(sample_weight=weights)
+        if rows.class_weight is not None:
+            rows = rows._replace(class_weight=weight if shards is None else None)
+        divisor = torch.empty(3, dtype=torch.float32, device=device)
         block = min(next_power_of_2(max(self.count, 16)), 4096)
-        launch(
-            divisor_kernel,
-            1,
-            (rows, normalizer, made, self.counted, self.count, self.ignore_index, self.limit),
-            {"FLOAT16": in_float16, "BLOCK": block},
-            num_warps=4 if self.count <= 1024 else 16,
-        )
-        return made
+        launches, key = self.decisions.launches, (divisor_kernel, in_float16, block)
+        if key not in launches:
+            constants = {"FLOAT16": in_float16, "BLOCK": block}
+            launches[key] = Launch(divisor_kernel, constants, num_warps=4 if block <= 1024 else 16)
+        launches[key](device, 1, rows, normalizer, divisor, self.counted, self.count, self.ignore_index, self.limit)
+        return divisor
 
     def rows_of(self, part: Part, start: int = 0) -> tuple[Rows, int]:
         """Return the group of rows for a launch on rows of a part from `start` on, and the index of the first one.
@@ -113,11 +143,6 @@ class Inputs:
         if part.rows is None:
             return self.rows, part.start + start
         return self.rows._replace(order=part.rows), start
-
-    @cached_property
-    def columns(self) -> Columns:
-        """The columns of packed sums."""
-        return Columns(**{name: place for place, name in enumerate(self.setting.columns)})
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
@@ -129,12 +154,13 @@ class Inputs:
         return half and self.setting.vocabulary >= _MANY and not exact
 
 
-def floats_of(values: Iterable[Any], device: torch.device) -> tuple[list[float], Tensor | None]:
-    """Return values as floats, 0 for None and tensors; and if one is a tensor, (K,) float32 of all values."""
-    floats = [0.0 if one is None or isinstance(one, Tensor) else float(one) for one in values]
-    if not any(isinstance(one, Tensor) for one in values):
+def floats_of(numbers: tuple[Any, ...], device: torch.device) -> tuple[list[float], Tensor | None]:
+    """Return numbers as floats, 0 for None and tensors; and if one is a tensor, (K,) float32 of all numbers."""
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    floats = [0.0 if number is None or isinstance(number, Tensor) else float(number) for number in numbers]
+    if not tensors:
         return floats, None
-    made = torch.zeros(len(floats), dtype=torch.float32, device=device)
-    for place, one, number in zip(made, values, floats, strict=True):
-        place.copy_(one) if isinstance(one, Tensor) else place.fill_(number)
-    return floats, made
+    of_all = torch.zeros(len(floats), dtype=torch.float32, device=device)
+    for place, number, value in zip(of_all, numbers, floats, strict=True):
+        place.copy_(number) if isinstance(number, Tensor) else place.fill_(value)
+    return floats, of_all

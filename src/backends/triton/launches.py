@@ -21,6 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "Columns",
+    "Launch",
     "Numbers",
     "Results",
     "Rows",
@@ -159,9 +160,9 @@ class Way(NamedTuple):
     """The number of programs that share a row: a power of two."""
 
 
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 _UNSPECIALISED = {int, float, Numbers, type(None)}
-_MOST = 4096  # kinds; if there are more, the cache is cleared
+_launches: dict[Any, "Launch"] = {}
+_MOST = 4096  # launches; if there are more, the cache is cleared
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -171,32 +172,55 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
 
 
-def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
-    """Launch `programs` programs on the current device and stream.
+class Launch:
+    """A kernel with its constants and options. It is compiled once for each combination of argument types."""
 
-    `arguments` are tensors, None, numbers, argument groups and tensor descriptors, in the order of the parameters.
-    `options` are Triton's num_warps, maxnreg and enable_fp_fusion, always in the same order.
-    """
-    if is_interpreted(function):  # without the options
-        function[(programs,)](*arguments, **constants)
-        return
-    options.setdefault("enable_fp_fusion", True)
-    if torch.version.hip is not None:
-        options.pop("maxnreg", None)  # Triton does not have it for AMD's GPUs
-    # id: a kernel's own hash is computed anew each time. It lives as long as its module.
-    device = torch.cuda.current_device()
-    kinds = [None if type(one) in _UNSPECIALISED else _kind(one) for one in arguments]
-    key = (id(function), device, *kinds, *constants.values(), *options.values())
-    found = _compiled.get(key)
-    if found is not None:
-        made, values = found
-        made[(programs, 1, 1)](*arguments, *values)
-        return
-    made = function[(programs,)](*arguments, **constants, **options)
-    if isinstance(made, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        _compiled[key] = made, tuple(constants[name] for name in function.arg_names[len(arguments) :])
+    def __init__(self, function: Any, constants: dict[str, Any], **options: Any) -> None:
+        """`options`: Triton's num_warps, maxnreg and enable_fp_fusion."""
+        self._function, self._constants, self._options = function, constants, {"enable_fp_fusion": True} | options
+        if torch.version.hip is not None:
+            self._options.pop("maxnreg", None)  # Triton does not have it for AMD's GPUs
+        self._interpreted = is_interpreted(function)
+        self._compiled: dict[Any, Any] = {}
+        self._in_order: tuple[Any, ...] = ()
+
+    def __call__(self, device: torch.device, programs: int, *arguments: Any) -> None:
+        """Launch `programs` programs on the current stream of the current device, which is `device`.
+
+        `arguments` are tensors, None, numbers, argument groups and tensor descriptors, in the order of the parameters.
+        """
+        function = self._function
+        if self._interpreted:  # without the options
+            function[(programs,)](*arguments, **self._constants)
+            return
+        kinds = [None if type(each) in _UNSPECIALISED else _kind(each) for each in arguments]
+        key = (device.index, *kinds)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*arguments, *self._in_order)
+            return
+        compiled = function[(programs,)](*arguments, **self._constants, **self._options)
+        if isinstance(compiled, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
+            self._compiled[key] = compiled
+            self._in_order = tuple([self._constants[name] for name in function.arg_names[len(arguments) :]])
+
+
+def launch(
+    function: Any,
+    device: torch.device,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Launch a kernel whose constants are not those of a plan: see `Launch`."""
+    key = (function.__name__, *constants.values(), *options.values())
+    prepared = _launches.get(key)
+    if prepared is None:
+        if len(_launches) >= _MOST:
+            _launches.clear()
+        prepared = _launches[key] = Launch(function, constants, **options)
+    prepared(device, programs, *arguments)
 
 
 def _kind(argument: Any) -> Any:
@@ -204,7 +228,7 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype
     if isinstance(argument, tuple):  # Triton specialises the members of groups for aligned addresses
-        return tuple([None if one is None else (one.dtype, one.data_ptr() % 16 == 0) for one in argument])
+        return tuple([None if each is None else (each.dtype, each.data_ptr() % 16 == 0) for each in argument])
     return argument.base.dtype, *argument.block_shape
 
 

@@ -14,13 +14,13 @@ from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Selected, S
 from xent.backends.torch.memory import cast, is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import targets
-from xent.backends.triton.geometry import in_blocks, placed, rows_of, sizes
+from xent.backends.triton.geometry import Placed, in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.fold import fold_kernel
 from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel, rows_kernel
 from xent.backends.triton.kernels.sums import finish_kernel, scale_kernel, select_kernel
-from xent.backends.triton.launches import Columns, Results, cdiv, is_interpreted, launch, next_power_of_2
+from xent.backends.triton.launches import Columns, Launch, Results, cdiv, is_interpreted, launch, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
 from xent.core.call import Allowed, Classes, Dense, Probabilities, TopK
 
@@ -51,13 +51,12 @@ class TritonSteps(Inputs):
     @cached_property
     def recorded(self) -> Results:  # type: ignore[override]
         """The memory of the results; a backward pass has none. Results of skipped rows are 0."""
-        made: dict[str, Tensor] = {}
-        for name in ("loss", *self.stats) if self.setting.upstream is None else ():
-            fill, dtype = (-1, torch.int64) if name == "predictions" else (0, torch.float32)
-            if name != "count":
-                one = torch.empty(self.count, dtype=dtype, device=self.device)
-                made[name] = one.fill_(fill) if self._skips else one
-        return Results(**made)
+        recorded: dict[str, Tensor] = {}
+        for name, dtype in self.decisions.recorded:
+            recorded[name] = memory = torch.empty(self.count, dtype=dtype, device=self.device)
+            if self._skips:
+                memory.fill_(-1 if name == "predictions" else 0)
+        return Results(**recorded)
 
     def skippable(self) -> Tensor:
         """Return the rows to leave out, whose results are set before."""
@@ -81,16 +80,11 @@ class TritonSteps(Inputs):
         target_logits = torch.empty(count, dtype=torch.float32, device=self.device) if rounded else None
         trained = torch.empty(count, size, dtype=source.compute, device=self.device) if source.needs[1] else None
         if count and (rounded or trained is not None):
-            launch(
-                select_kernel,
-                count,
-                (
-                    *(hidden, *hidden.stride(), weight, *weight.stride(), None if bias is None else bias.contiguous()),
-                    *(trained, target_logits, rows, start, self.ignore_index, self.limit),
-                    *(self.setting.first, self.setting.width, size),
-                ),
-                {"STATISTICS": self.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)},
-                num_warps=4,
+            constants = {"STATISTICS": self.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
+            self.launch("select", select_kernel, constants, num_warps=4)(
+                *(self.device, count, hidden, *hidden.stride(), weight, *weight.stride()),
+                *(None if bias is None else bias.contiguous(), trained, target_logits, rows, start),
+                *(self.ignore_index, self.limit, self.setting.first, self.setting.width, size),
             )
         # Rows without a gradient still have statistics, which need their real hidden states.
         apart = self.stats and (rows.sample_weight is not None or rows.divisor is not None)
@@ -113,17 +107,12 @@ class TritonSteps(Inputs):
             targets.whole_rows(self, block, part)
             return
         recorded, width, in_turn = self.recorded, self.setting.vocabulary, is_interpreted(rows_kernel)
-        shares = not self.way.smoothed and (in_turn or multiprocessors(self.device) >= _LEAST)
+        if isinstance(self.setting.call.target, Probabilities):
+            saved = None
         for some in placed(block):
-            half, words = some.logits.itemsize == 2, None
-            more = {"exact": not half, "quick": self.quick(half), "folds": half and not self.way.of_entropy}
-            if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
-                saved, size = None, min(next_power_of_2(width), _GIVEN_BLOCK)
-                way, share, options = in_blocks(width, some, self.way, size, max(size // 256, 1), **more)
-            else:
-                way, share, options = sizes(width, some, self.way, some.grad is not None, shares, **more)
-            programs = some.number * way.parts
-            if way.parts > 1:
+            prepared, share, parts = self._of_whole_rows(some, saved is not None, in_turn)
+            programs, words = some.number * parts, None
+            if parts > 1:
                 words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=self.device)
             rows, start = self.rows_of(part, some.start)
             # Programs that run one after the other cannot wait for each other.
@@ -131,45 +120,59 @@ class TritonSteps(Inputs):
                 if in_turn and words is not None:
                     words |= TAG
                     words[-1] = 0
-                launch(
-                    rows_kernel,
-                    programs,
-                    (
-                        *(some.logits, *some.rows, some.skew, grad, *some.places, block.target_logits, saved, words),
-                        *(rows, self.upstreams, recorded, self.numbers, start, self.count, self.ignore_index),
-                        *(width, share, *self.given),
-                    ),
-                    {"columns": Columns() if saved is None else self.columns, "way": way},
-                    **options,
+                prepared(
+                    *(self.device, programs, some.logits, *some.rows, some.skew, grad, *some.places),
+                    *(block.target_logits, saved, words, rows, self.upstreams, recorded, self.numbers, start),
+                    *(self.count, self.ignore_index, width, share, *self.given),
                 )
+
+    def _of_whole_rows(self, some: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
+        """Return the launch of `rows_kernel`, the classes of a program, and the programs that share a row."""
+        itemsize, launches = some.logits.itemsize, self.decisions.launches
+        half, writes, width = itemsize == 2, some.grad is not None, self.setting.vocabulary
+        quick = self.quick(half)
+        key = rows_kernel, some.layout, itemsize, writes, saves, quick
+        if key not in launches:
+            more = {"exact": not half, "quick": quick, "folds": half and not self.way.of_entropy}
+            if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
+                size = min(next_power_of_2(width), _GIVEN_BLOCK)
+                way, share, options = in_blocks(width, some, self.way, size, max(size // 256, 1), **more)
+            else:
+                shares = not self.way.smoothed and (in_turn or multiprocessors(self.device) >= _LEAST)
+                way, share, options = sizes(width, some, self.way, writes, shares, **more)
+            constants = {"columns": self.columns if saves else Columns(), "way": way}
+            launches[key] = Launch(rows_kernel, constants, **options), share, way.parts
+        return launches[key]
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
         setting, weight = self.setting, self.rows.class_weight
         for some in placed(block):
-            width, itemsize = some.logits.shape[-1], some.logits.itemsize
-            quick = self.quick(itemsize == 2)
-            if 0 < width < setting.width:
-                way, _, options = in_blocks(width, some, self.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
-            else:
-                way, _, options = sizes(max(width, 1), some, self.way, False, False, quick=quick)
+            width = some.logits.shape[-1]
             rows, first = self.rows_of(part, some.start)
             if weight is not None:
                 own = weight[block.first : block.first + width]
-                rows = rows._replace(class_weight=own, total_weight=own.sum() if way.smoothed else None)
+                rows = rows._replace(class_weight=own, total_weight=own.sum() if self.way.smoothed else None)
             here = slice(some.start - block.start, some.start - block.start + some.number)
             target_logits = None if block.target_logits is None else block.target_logits[here]
-            launch(
-                fold_kernel,
-                some.number,
-                (
-                    *(some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0), target_logits),
-                    *(rows, self.numbers, first, self.ignore_index),
-                    *(setting.first + block.first, width, setting.vocabulary),
-                ),
-                {"columns": self.columns, "way": way, "ADDS": adds},
-                **options,
+            self._of_fold(some, width, adds)(
+                *(self.device, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
+                *(target_logits, rows, self.numbers, first, self.ignore_index),
+                *(setting.first + block.first, width, setting.vocabulary),
             )
+
+    def _of_fold(self, some: Placed, width: int, adds: bool) -> Launch:
+        """Return the launch of `fold_kernel` for rows of `width` classes."""
+        itemsize, launches = some.logits.itemsize, self.decisions.launches
+        quick, whole = self.quick(itemsize == 2), not 0 < width < self.setting.width
+        key = fold_kernel, some.layout, itemsize, width, whole, adds, quick
+        if key not in launches:
+            if whole:
+                way, _, options = sizes(max(width, 1), some, self.way, False, False, quick=quick)
+            else:
+                way, _, options = in_blocks(width, some, self.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
+            launches[key] = Launch(fold_kernel, {"columns": self.columns, "way": way, "ADDS": adds}, **options)
+        return launches[key]
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Tensor | None:
         """See `xent.backends.torch.contract.Steps.finish`."""
@@ -177,16 +180,11 @@ class TritonSteps(Inputs):
         made = torch.empty(6, count, dtype=torch.float32, device=sums.device) if wanted else None
         rows, first = self.rows_of(part)
         if count:
-            launch(
-                finish_kernel,
-                cdiv(count, _FINISHED),
-                (
-                    *(sums, sums.stride(0), ranks, count, rows, self.upstreams, self.recorded, self.numbers, first),
-                    *(saved, 0 if saved is None else saved.stride(0), made, self.ignore_index),
-                    *(self.setting.first, self.setting.width, self.setting.vocabulary),
-                ),
-                {"columns": self.columns, "way": self.way, "BLOCK": _FINISHED},
-                num_warps=2,
+            constants = {"columns": self.columns, "way": self.way, "BLOCK": _FINISHED}
+            self.launch("finish", finish_kernel, constants, num_warps=2)(
+                *(self.device, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, self.upstreams),
+                *(self.recorded, self.numbers, first, saved, 0 if saved is None else saved.stride(0), made),
+                *(self.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
             )
         return made
 
@@ -194,26 +192,39 @@ class TritonSteps(Inputs):
         """See `xent.backends.torch.contract.Steps.gradient`. One program per part of a row."""
         width = block.logits.shape[-1]
         for some in placed(block) if width else ():
-            vector, itemsize, skewed = some.layout["vector"], some.logits.itemsize, some.layout["skewed"]
-            size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * vector)
-            blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
+            prepared, share = self._of_gradient(some, width)
             rows, first = self.rows_of(part, some.start)
             if rows.class_weight is not None:
                 rows = rows._replace(class_weight=rows.class_weight[block.first :])
-            way = self.way._replace(quick=self.quick(itemsize == 2), block=size, **some.layout)
-            launch(
-                gradient_kernel,
-                some.number * cdiv(width + (vector - 1 if skewed else 0), blocks * size),
-                (
-                    *(some.logits, *some.rows, some.skew, some.grad, *some.places),
-                    *(coefficients[:, some.start :], coefficients.stride(0), rows, self.numbers),
-                    *(first, block.first, width),
-                ),
-                {"way": way, "BLOCKS": blocks},
-                num_warps=max(size * itemsize // 1024, 1),
-                maxnreg=64,
-                enable_fp_fusion=not skewed,
+            layout = some.layout
+            prepared(
+                *(self.device, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
+                *(some.logits, *some.rows, some.skew, some.grad, *some.places),
+                *(coefficients[:, some.start :], coefficients.stride(0), rows, self.numbers),
+                *(first, block.first, width),
             )
+
+    def _of_gradient(self, some: Placed, width: int) -> tuple[Launch, int]:
+        """Return the launch of `gradient_kernel` for rows of `width` classes, and the classes of a program."""
+        itemsize, layout, launches = some.logits.itemsize, some.layout, self.decisions.launches
+        quick = self.quick(itemsize == 2)
+        key = gradient_kernel, layout, itemsize, width, quick
+        if key not in launches:
+            size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * layout.vector)
+            blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
+            way = self.way._replace(quick=quick, block=size, **layout._asdict())
+            options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
+            constants = {"way": way, "BLOCKS": blocks}
+            prepared = Launch(gradient_kernel, constants, enable_fp_fusion=not layout.skewed, **options)
+            launches[key] = prepared, blocks * size
+        return launches[key]
+
+    def launch(self, name: str, function: Any, constants: dict[str, Any], **options: Any) -> Launch:
+        """Return the launch of a kernel whose constants are the same in all calls of a plan."""
+        launches = self.decisions.launches
+        if name not in launches:
+            launches[name] = Launch(function, constants, **options)
+        return launches[name]
 
     fold_product, gradient_product = fold_product, gradient_product
 
@@ -242,6 +253,7 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
         for some in placed(Block(whole, grad=whole)) if grad.numel() else ():
             launch(
                 scale_kernel,
+                grad.device,
                 min(some.number * cdiv(length, _SCALED), 4 * multiprocessors(grad.device)),
                 (some.logits, *some.rows, upstream, deferred, some.number, length),
                 {"BLOCK": _SCALED},

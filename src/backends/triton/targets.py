@@ -75,14 +75,15 @@ def _launch(
     """
     vocabulary, (rows, start) = steps.setting.width, steps.rows_of(part, some.start)
     block = min(next_power_of_2(vocabulary), most)
-    ragged = some.layout["ragged"] or vocabulary % 8 != 0 or not aligned
+    ragged = some.layout.ragged or vocabulary % 8 != 0 or not aligned
     blocks = next_power_of_2(cdiv(vocabulary, block))
-    way = steps.way._replace(grouped=some.layout["grouped"], ragged=ragged, block=block, lanes=block, blocks=blocks)
+    way = steps.way._replace(grouped=some.layout.grouped, ragged=ragged, block=block, lanes=block, blocks=blocks)
     if "their_way" in constants:
         capped, scaled = constants["their_way"]
         constants = constants | {"their_way": way._replace(capped=capped, scaled=scaled)}
     launch(
         kernel,
+        steps.device,
         some.number,
         (
             *(some.logits, *some.rows, some.grad, *some.places, rows, steps.upstreams, steps.recorded),

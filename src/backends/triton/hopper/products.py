@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Part, Selected, Upstream, wide
 from xent.backends.torch.loop import backward, forward
+from xent.backends.torch.plan import Plan
 from xent.backends.torch.products import Classifier
 from xent.backends.torch.sources import fold_tiles
 from xent.backends.triton.kernels.sums import join_kernel
@@ -52,6 +53,7 @@ def product(
     sizes = len(hidden), len(weight), _chunks(len(weight)), out.stride(0) // 8, cdiv(weight.shape[1], _DEPTH)
     launch(
         product_kernel,
+        hidden.device,
         multiprocessors(hidden.device),
         (*factors, classes, given, out, *sizes, steps.numbers.logit_scale, steps.numbers.softcap),
         {"SCALED": steps.way.scaled, "CAPPED": steps.way.capped, "WRITES": coefficients is not None, "MORE": more},
@@ -120,6 +122,7 @@ def fold_product(steps: Any, source: Classifier, selected: Selected, part: Part,
         rows, first = steps.rows_of(part, start)
         launch(
             join_kernel,
+            hidden.device,
             cdiv(count, _JOINED),
             (
                 *(made, chunks, count, sums[:, some], sums.stride(0), selected.target_logits[some], rows, first),
@@ -177,13 +180,14 @@ def _probe(device: torch.device) -> str | None:
     ids[-1] = -100
     source, options = Product(hidden, weight, None, None, "bfloat16"), Options("none", stats=("entropy",))
     call = Call(source, Classes(ids), Activation(0.7, 4.0), options)
-    asked, found = (True, False, False, False, False), []
+    asked, results = (True, False, False, False, False), []
     for kernel in ("triton", "torch"):
-        loss, entropy, saved = forward(call, asked, kernel, False)
-        one = torch.ones_like(loss)  # the targets' gradients get a size similar to those of other classes
-        grad = backward(call, asked, kernel, False, False, saved, Upstream(one / 16, None, None, one))[0]
-        found.append((loss, entropy, grad))
-    for value, expected, close in zip(*found, (1e-4, 1e-4, 1e-2), strict=True):
+        plan = Plan(call, asked, kernel, skips=False)
+        loss, entropy, saved = forward(plan, call)
+        ones = torch.ones_like(loss)  # the targets' gradients get a size similar to those of other classes
+        grad = backward(plan, call, asked, False, saved, Upstream(ones / 16, None, None, ones))[0]
+        results.append((loss, entropy, grad))
+    for value, expected, close in zip(*results, (1e-4, 1e-4, 1e-2), strict=True):
         if not bool(((value - expected).abs() <= close * expected.abs().max()).all()):
             return "its results differ from PyTorch's"
     return None
