@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import operations, private
+from xent.backends.torch.codec import split, text
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import split, text
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.plan import asked_of, compute_of, leaves_of
 from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed

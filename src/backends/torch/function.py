@@ -4,41 +4,25 @@ For "mean" and "sum" the forward pass computes the gradients. The backward pass 
 gradient, in place unless the graph is retained. All tensors for the backward pass are saved with `save_for_backward`,
 so that saved-tensor hooks see them, and a second backward pass without retain_graph raises.
 
-A plain call runs the passes of `loop` itself. Under tracers, transforms and modes the custom operations of `operations`
-run them, and all tensors of the call are inputs of the Function. These operations take a call as a list of tensors and
-one text of field names. Every value is a field of a NamedTuple and is found by its name. So a new option changes no
-schema and no position.
+`PlainLoss` runs the passes of `loop` itself. Under tracers, transforms and modes `Loss` calls the custom operations of
+`operations`, and all tensors of the call are its inputs.
 """
 
-import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from xent.backends.torch import private, refusals
+from xent.backends.torch.codec import parse, places_of, put, split, take, text
 from xent.backends.torch.contract import SCALES, Upstream
 from xent.backends.torch.loop import backward, forward
-from xent.backends.torch.memory import cast
 from xent.backends.torch.plan import Asked, Plan
-from xent.core import call as calls
-from xent.core.call import Call, fields_of
+from xent.core.call import Call
 
-__all__ = [
-    "Loss",
-    "Once",
-    "PlainLoss",
-    "Run",
-    "has_memory",
-    "is_plain",
-    "join",
-    "parse",
-    "split",
-    "text",
-    "undisturbed",
-]
+__all__ = ["Loss", "Once", "PlainLoss", "Run", "has_memory", "is_plain", "undisturbed"]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -95,159 +79,73 @@ def _scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inpla
     return made
 
 
-class _Slot(NamedTuple):
-    """Stands for the tensor with this index in a list."""
-
-    place: int
-
-
-_KINDS: dict[str, Any] = {name: kind for name, kind in vars(calls).items() if hasattr(kind, "_replace")}
-_RECORDS = tuple(_KINDS.values())
-
-
-def _mapped(node: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a record with changed values of a kind, also in the records that it has."""
-    fields = []
-    for value in node:
-        if isinstance(value, kind):
-            fields.append(change(value))
-        else:
-            fields.append(_mapped(value, kind, change) if isinstance(value, _RECORDS) else value)
-    return type(node)(*fields)
-
-
-def split(call: Call, tensors: list[Tensor]) -> Any:
-    """Append the tensors of a call to `tensors`; return the call with a slot in place of each."""
-
-    def slot(value: Tensor) -> _Slot:
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-
-    return _mapped(call, Tensor, slot)
-
-
-def join(call: Any, tensors: Any) -> Any:
-    """Invert `split`."""
-    return _mapped(call, _Slot, lambda slot: tensors[slot.place])
-
-
-def text(value: Any) -> str:
-    """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
-    if isinstance(value, _Slot):
-        return '{"slot":' + str(value.place) + "}"
-    if isinstance(value, _RECORDS):
-        inner = [f'"{name}":' + text(one) for name, one in fields_of(value).items()]
-        return "{" + ",".join([f'"type":"{type(value).__name__}"', *inner]) + "}"
-    if isinstance(value, tuple):
-        return "[" + ",".join([text(one) for one in value]) + "]"
-    if isinstance(value, float):
-        return '{"hex":"' + value.hex() + '"}'
-    if isinstance(value, str):
-        return '"' + value + '"'
-    if value is None:
-        return "null"
-    if isinstance(value, (bool, int)):
-        return str(value).lower()
-    return f'"{value.group_name}"'  # a process group
-
-
-def parse(words: str, tensors: Any) -> Call:
-    """Invert `text`, with the tensors in place. Fields are found by name; absent ones have their defaults."""
-
-    def made(fields: dict[str, Any]) -> Any:
-        if "slot" in fields:
-            return tensors[fields["slot"]]
-        if "hex" in fields:
-            return float.fromhex(fields["hex"])
-        return _KINDS[fields.pop("type")](**{name: _tuples(one) for name, one in fields.items()})
-
-    call: Call = json.loads(words, object_hook=made)
-    return call
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
-
-
 class Run:
-    """A call that is differentiated: its plan and its tensors."""
+    """A plain call that is differentiated: its plan, and the prepared call."""
 
-    def __init__(self, plan: Plan, call: Call | None) -> None:
-        """`call`: prepared; None if the passes are custom operations."""
+    __slots__ = ("call", "plan")
+
+    def __init__(self, plan: Plan, call: Call) -> None:
         self.plan, self.call = plan, call
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return the results, and what the forward pass keeps in new memory for the backward pass."""
-        plan = self.plan
-        if plan.form:
-            tensors = list(inputs[sum(plan.asked) :])
-            results: list[Tensor] = torch.ops.xent.compute(
-                plan.form, list(plan.asked), plan.kernel, plan.skips, tensors
-            )
-            return results
-        reuse = plan.reuse and plan.first
-        results = undisturbed(plan.device, forward, plan, self.call, reuse)
-        if reuse:
-            torch.autograd.graph.increment_version(inputs[0])
-        return results[: len(plan.names)] if reuse else results
 
-    def gradients(self, kept: Any, call: Any, tensors: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Return the gradients that were asked for, from what was kept and the call, with slots, and its tensors."""
-        plan = self.plan
-        plain = not plan.form and is_plain([gradient for gradient in upstream if gradient is not None])
-        drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
-        gradients: list[Tensor | None] = [None] * len(plan.asked)
-        missing = plan.asked
-        if plan.first:
-            gradients = self._scaled(kept, upstream[0], plain, drops)
-            missing = (*[False] * len(missing[:-2]), missing[-2], False)
-        if any(missing):
-            by_name = dict(zip(plan.names, upstream, strict=True))
-            of_results = Upstream(*[by_name.get(name) for name in Upstream._fields])
-            sums = None if plan.first or not kept else kept[0]
-            if plain:
-                call = join(call, [tensor.detach() for tensor in tensors])  # the result may be their memory
-                reuse = plan.reuse and drops and not plan.first
-                rest = undisturbed(plan.device, backward, plan, call, missing, reuse, sums, of_results)
-                if reuse:
-                    torch.autograd.graph.increment_version(call.source.logits)
-            else:
-                rest = _by_operation(plan, call, missing, tensors, sums, of_results)
-            gradients = [old if new is None else new for old, new in zip(gradients, rest, strict=True)]
-        return [gradient for gradient, wanted in zip(gradients, plan.asked, strict=True) if wanted]
-
-    def _scaled(self, kept: Any, upstream: Any, plain: bool, drops: bool) -> list[Tensor | None]:
-        """Return the kept gradients times the upstream gradient, rounded once; in place if nothing else needs them."""
-        plan = self.plan
-        flags = (*plan.asked[:-2], False, plan.asked[-1])
-        count = sum(flags)
-        deferred = kept[count] if len(kept) > count else None
-        if plain:
-            arguments = [gradient.detach() for gradient in kept[:count]], upstream, deferred, drops
-            return _placed(undisturbed(plan.device, SCALES.get(plan.kernel, _scale), *arguments), flags)
-        # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
-        factor = upstream if deferred is None else upstream * deferred
-        # PyTorch would round a 0-d factor to the dtype of the gradient first.
-        scaled = [one * factor.reshape([1] * max(one.dim(), 1)) for one in kept[:count]]
-        return _placed([new.to(one.dtype).reshape(one.shape) for new, one in zip(scaled, kept, strict=False)], flags)
-
-    def refuse(self, message: str, operands: Any) -> None:
-        """Raise an error about the first tensor of a call whose place in the inputs has a value that is not None."""
-        named = refusals.named(parse(self.plan.form, operands[sum(self.plan.asked) :]))
-        raise NotImplementedError(message.format(next(iter(named), "an argument")))
-
-
-def _placed(values: Any, flags: Asked) -> list[Tensor | None]:
-    """Return values at the places of flags that are True, and None at the others."""
-    rest = iter(values)
+def _placed(gradients: Any, flags: Asked) -> list[Tensor | None]:
+    """Return gradients at the places of flags that are True, and None at the others."""
+    rest = iter(gradients)
     return [next(rest) if flag else None for flag in flags]
 
 
-def _by_operation(
-    plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, upstream: Upstream
+def _gradients(
+    plan: Plan, call: Any, kept: Any, tensors: Any, upstream: tuple[Tensor | None, ...], plain: bool
 ) -> list[Tensor | None]:
+    """Return the gradients that were asked for, from what was kept, the call without its tensors, and these.
+
+    `plain`: whether the passes run here; otherwise they are custom operations.
+    """
+    drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
+    if not plan.first:
+        return _computed(plan, call, plan.asked, kept[0] if kept else None, tensors, upstream, plain, drops)
+    flags = (*plan.asked[:-2], False, plan.asked[-1])
+    gradients = _placed(_scaled(plan, sum(flags), kept, upstream[0], plain, drops), flags)
+    if plan.asked[-2]:
+        only = (*[False] * (len(flags) - 2), True, False)
+        (of_probabilities,) = _computed(plan, call, only, None, tensors, upstream, plain, drops)
+        gradients[-2] = of_probabilities
+    return [gradient for gradient, wanted in zip(gradients, plan.asked, strict=True) if wanted]
+
+
+def _scaled(plan: Plan, count: int, kept: Any, upstream: Any, plain: bool, drops: bool) -> list[Tensor]:
+    """Return the `count` kept gradients times the upstream gradient, rounded once; in place if it `drops` them."""
+    deferred = kept[count] if len(kept) > count else None
+    if plain:
+        gradients = [gradient.detach() for gradient in kept[:count]]
+        return undisturbed(plan.device, SCALES.get(plan.kernel, _scale), gradients, upstream, deferred, drops)
+    # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
+    factor = upstream if deferred is None else upstream * deferred
+    # PyTorch would round a 0-d factor to the dtype of the gradient first.
+    scaled = [gradient * factor.reshape([1] * max(gradient.dim(), 1)) for gradient in kept[:count]]
+    return [new.to(old.dtype).reshape(old.shape) for new, old in zip(scaled, kept, strict=False)]
+
+
+def _computed(
+    plan: Plan, call: Any, asked: Asked, sums: Any, tensors: Any, upstream: Any, plain: bool, drops: bool
+) -> list[Tensor]:
+    """Return the gradients that are asked for, from the saved sums and the call."""
+    by_name = dict(zip(plan.names, upstream, strict=True))
+    of_results = Upstream(*[by_name.get(name) for name in Upstream._fields])
+    if not plain:
+        return _by_operation(plan, call, asked, tensors, sums, of_results)
+    call = put(call, plan.places, iter([tensor.detach() for tensor in tensors]))  # the result may be their memory
+    reuse = plan.reuse and drops and not plan.first
+    gradients = undisturbed(plan.device, backward, plan, call, asked, reuse, sums, of_results)
+    if reuse:
+        torch.autograd.graph.increment_version(call.source.logits)
+    return [gradient for gradient, wanted in zip(gradients, asked, strict=True) if wanted]
+
+
+def _by_operation(plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, upstream: Upstream) -> list[Tensor]:
     """Return the gradients from the custom operation."""
-    form, operands = plan.form or text(call), (sums, *upstream, *tensors)
+    form = plan.form or text(split(put(call, plan.places, iter(tensors)), []))
+    operands = sums, *upstream, *tensors
     compiling = torch.compiler.is_dynamo_compiling()
 
     def gradients(sums: Any, *rest: Any) -> Any:
@@ -255,75 +153,105 @@ def _by_operation(
             raise NotImplementedError(refusals.NO_BATCH)
         return torch.ops.xent.backward(form, list(asked), plan.kernel, plan.skips, list(rest[4:]), sums, *rest[:4])
 
-    return _placed(gradients(*operands) if compiling else Once.apply(gradients, *operands), asked)
+    return list(gradients(*operands) if compiling else Once.apply(gradients, *operands))
+
+
+def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) -> list[Any]:
+    """Return the gradients of the leaves in their dtypes, for the upstream gradients of results and of what is kept."""
+    count, again = len(plan.names), None
+    gradients: Any = [None] * len(plan.dtypes)
+    if len(upstream) > count:
+        again = next((gradient for gradient in upstream[count:] if gradient is not None), None)
+        upstream = upstream[:count]
+    if again is not None and is_plain([again]):
+        raise RuntimeError(refusals.NO_SECOND)
+    given = [gradient for gradient in upstream if gradient is not None]
+    if again is None and not given:
+        return gradients
+    saved = ctx.saved_tensors
+    kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
+    if again is not None and not torch.compiler.is_dynamo_compiling():
+        # While a tracer runs, which may not use the second derivative, raise later.
+        gradients = [torch.ops.xent.refuse_second(again, leaf) for leaf in saved[: len(plan.dtypes)]]
+    elif plan.form or not torch.is_grad_enabled():
+        plain = not plan.form and is_plain(given)
+        gradients = _gradients(plan, call, kept, tensors, upstream, plain)
+    else:
+        plain = is_plain(given)
+        gradients = Once.apply(lambda *_: _gradients(plan, call, kept, tensors, upstream, plain), *saved)
+    return [
+        gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
+        for gradient, dtype in zip(gradients, plan.dtypes, strict=True)
+    ]
+
+
+class PlainLoss(torch.autograd.Function):
+    """(`Run`, *leaves that get a gradient) -> (*results, *what is kept)."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *leaves: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        plan, call, count = run.plan, run.call, len(run.plan.names)
+        reuse = plan.reuse and plan.first
+        results = undisturbed(plan.device, forward, plan, call, reuse)
+        kept, tensors = results[count:], list[Tensor]()
+        if reuse:
+            torch.autograd.graph.increment_version(leaves[0])
+            results, kept = results[:count], leaves[:1]
+        ctx.plan, ctx.call, ctx.kept = plan, None, len(kept)
+        if not plan.first or plan.asked[-2]:
+            if plan.places is None:
+                plan.places = places_of(call)
+            ctx.call = take(call, plan.places, tensors)
+        ctx.save_for_backward(*kept, *tensors)
+        # What is kept connects the gradients to the graph, so that their derivatives raise an error.
+        if plan.constant:
+            ctx.mark_non_differentiable(*[results[index] for index in plan.constant])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return None, *_differentiated(ctx, ctx.plan, ctx.call, upstream)
 
 
 class Loss(torch.autograd.Function):
-    """(`Run`, *leaves that get a gradient, *all tensors if there is a form) -> (*results, *what is kept)."""
+    """(`Plan`, *leaves that get a gradient, *all tensors) -> (*results, *what is kept)."""
 
     @staticmethod
-    def forward(run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(run.forward(inputs))
+    def forward(plan: Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
+        tensors = list(inputs[sum(plan.asked) :])
+        return tuple(torch.ops.xent.compute(plan.form, list(plan.asked), plan.kernel, plan.skips, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        run, *rest = inputs
-        plan, count = run.plan, len(run.plan.names)
-        leaves, tensors = rest[: sum(plan.asked)], rest[sum(plan.asked) :]
-        kept = output[count:] if plan.form or not (plan.reuse and plan.first) else leaves[:1]
-        if plan.first and not plan.asked[-2]:
-            tensors, run.call = [], None
-        elif not plan.form:
-            run.call = split(run.call, tensors)
-        ctx.run, ctx.kept, ctx.dtypes = run, len(kept), [leaf.dtype for leaf in leaves]
-        ctx.save_for_backward(*kept, *tensors)
-        constant = [output[at] for at, name in enumerate(plan.names) if name not in plan.linked]
-        # What is kept connects the gradients to the graph, so that their derivatives raise an error.
-        ctx.mark_non_differentiable(*constant, *(kept if plan.form and not plan.first else ()))
+        plan, *rest = inputs
+        kept, tensors = output[len(plan.names) :], rest[sum(plan.asked) :]
+        ctx.plan, ctx.kept = plan, len(kept)
+        ctx.save_for_backward(*kept, *(() if plan.first and not plan.asked[-2] else tensors))
+        ctx.mark_non_differentiable(*[output[index] for index in plan.constant], *(() if plan.first else kept))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        run, count = ctx.run, len(ctx.run.plan.names)
-        again = next((one for one in upstream[count:] if one is not None), None)
-        made: Any = [None] * len(ctx.dtypes)
-        if again is not None and is_plain([again]):
-            raise RuntimeError(refusals.NO_SECOND)
-        if again is not None or any(one is not None for one in upstream[:count]):
-            saved = ctx.saved_tensors
-            arguments = saved[: ctx.kept], run.call, saved[ctx.kept :], upstream[:count]
-            if again is not None and not torch.compiler.is_dynamo_compiling():
-                # While a tracer runs, which may not use the second derivative, raise later.
-                made = [torch.ops.xent.refuse_second(again, leaf) for leaf in saved[: len(ctx.dtypes)]]
-            elif run.plan.form or not torch.is_grad_enabled():
-                made = run.gradients(*arguments)
-            else:
-                made = Once.apply(lambda *_: run.gradients(*arguments), *saved)
-        made = [one if one is None else cast(one, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True)]
-        return None, *made, *[None] * (len(ctx.needs_input_grad) - 1 - len(made))
+        gradients = _differentiated(ctx, ctx.plan, None, upstream)
+        return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - len(gradients))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, run: Run, *inputs: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, plan: Plan, *inputs: Any) -> Any:
         """Raise an error."""
-        values = [None if dim is None else one for one, dim in zip(inputs, in_dims[1:], strict=True)]
-        run.refuse(refusals.NO_VMAP, values)
+        batched = [None if dim is None else tensor for tensor, dim in zip(inputs, in_dims[1:], strict=True)]
+        _refuse(plan, refusals.NO_VMAP, batched)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Raise an error."""
-        ctx.run.refuse(refusals.NO_FORWARD_MODE, tangents[1:])
+        _refuse(ctx.plan, refusals.NO_FORWARD_MODE, tangents[1:])
 
 
-class PlainLoss(Loss):
-    """`Loss` of a plain call. With a `setup_context`, PyTorch would bind the arguments in Python at every call."""
-
-    setup_context = torch.autograd.Function.setup_context
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        output = tuple(run.forward(inputs))
-        Loss.setup_context(ctx, (run, *inputs), output)
-        return output
+def _refuse(plan: Plan, message: str, operands: Any) -> None:
+    """Raise an error about the first tensor of a call whose place in the inputs has a value that is not None."""
+    named = refusals.named(parse(plan.form, operands[sum(plan.asked) :]))
+    raise NotImplementedError(message.format(next(iter(named), "an argument")))
 
 
 class Once(torch.autograd.Function):

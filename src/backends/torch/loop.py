@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Part, Schedule, Setting, Steps, Upstream, wide
-from xent.backends.torch.memory import Rows, block_rows
+from xent.backends.torch.contract import STEPS, Block, Part, Schedule, Setting, Steps, Upstream, wide
+from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
 from xent.backends.torch.sources import Computed, Loaded, Logits, Stored
@@ -50,10 +50,9 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     `reuse`: whether the gradient overwrites given logits.
     """
     setting, asked = plan.setting(call), plan.asked
-    steps, source, saved = _run(setting, plan, reuse)
+    steps, gradients, saved = _run(setting, plan, reuse)
     results = steps.results()
     if setting.made_first:
-        gradients = source.gradients()
         results += [
             gradient for gradient, wanted in zip(gradients, asked, strict=False) if wanted and gradient is not None
         ]
@@ -76,24 +75,28 @@ def backward(
     setting = plan.setting(call, upstream)
     gradients: list[Tensor | None] = [None] * len(setting.needs)
     if any(asked[:-2]) or asked[-1]:
-        gradients = _run(setting, plan, reuse, saved)[1].gradients()
+        gradients = _run(setting, plan, reuse, saved)[1]
     of_scale = _scale_gradient(setting, gradients) if asked[-1] else None
     gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, asked, strict=False)]
     return [*gradients, _probability_gradient(setting) if asked[-2] else None, of_scale]
 
 
-def _run(setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None) -> tuple[Steps, Stored, Tensor | None]:
+def _run(
+    setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None
+) -> tuple[Steps, list[Tensor | None], Tensor | None]:
     """Compute all rows with the steps of a backend: a forward pass, or a backward pass from the `saved` sums.
 
-    Return the steps, which have the results, the source, which has the gradients, and the sums (K, N), if a forward
-    pass saves them for the backward pass.
+    Return the steps, which have the results, the gradients of the leaves, and the sums (K, N), if a forward pass saves
+    them for the backward pass.
     """
     steps, call, forward = STEPS[plan.kernel](setting), setting.call, setting.upstream is None
-    kind = Stored if isinstance(call.source, Given) else Computed
-    source = kind(setting, steps, setting.made_first or not forward, reuse)
-    if forward and any(setting.needs) and not (setting.made_first or isinstance(call.target, (Dense, TopK))):
+    wanted, given = setting.made_first or not forward, isinstance(call.source, Given)
+    if forward and not wanted and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
     again = not forward and steps.saves
+    if given and steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, Dense)):
+        return steps, [_whole_rows(setting, steps, wanted, reuse, saved)], saved
+    source = (Stored if given else Computed)(setting, steps, wanted, reuse)
     fused = steps.fuses and not again and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)
@@ -117,7 +120,16 @@ def _run(setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None)
                 _finish(setting, steps, source, *arriving, saved)
     if waiting is not None:
         _finish(setting, steps, source, *waiting, saved)
-    return steps, source, saved
+    return steps, source.gradients(), saved
+
+
+def _whole_rows(setting: Setting, steps: Steps, wanted: bool, reuse: bool, saved: Tensor | None) -> Tensor | None:
+    """Compute the rows of given logits in one step. Return their gradient."""
+    logits = setting.call.source.logits
+    grad = None if not wanted else logits if reuse else gradient_like(logits)
+    if setting.count:
+        steps.whole_rows(Block(logits, grad=grad), Part(0, setting.count), saved)
+    return grad
 
 
 def _fold(setting: Setting, source: Stored, loaded: Loaded, count: int) -> Any:

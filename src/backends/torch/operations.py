@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import private, refusals
+from xent.backends.torch.codec import parse
 from xent.backends.torch.contract import Upstream, columns, wide
-from xent.backends.torch.function import Loss, Run, has_memory, parse, undisturbed
+from xent.backends.torch.function import Loss, has_memory, undisturbed
 from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.memory import cast, gradient_like
 from xent.backends.torch.plan import Plan, asked_of, compute_of, leaves_of, made_first
@@ -126,7 +127,7 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
         return tuple(torch.ops.xent.compute(form, list(asked), kernel, skips, list(tensors)))
     wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
     try:
-        made = Loss.apply(Run(Plan(call, asked, kernel, skips, form), None), *wanted, *tensors)
+        made = Loss.apply(Plan(call, asked, kernel, skips, form), *wanted, *tensors)
     except RuntimeError as error:
         if "unctionalize" not in str(error):
             raise

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xent.backends.torch.codec import Places
 from xent.backends.torch.contract import CONSTANTS, Setting, Upstream, columns
 from xent.core.call import (
     Allowed,
@@ -47,8 +48,11 @@ class Plan:
         self.names = ("loss", *options.stats)
         self.device = array_of(call).device
         reduced = options.reduction != "none" or isinstance(target, (Dense, TopK))
-        self.linked = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
-        """The results that have gradients."""
+        linked = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
+        self.constant = [index for index, name in enumerate(self.names) if name not in linked]
+        """The places of the results without gradients."""
+        self.dtypes = [leaf.dtype for leaf, wanted in zip(leaves_of(call), asked, strict=True) if wanted]
+        """The dtypes of the gradients."""
         self.first = made_first(call, (*asked[:-2], asked[-1]))
         """Whether the forward pass computes the gradients."""
         self.reuse = isinstance(source, Given) and source.inplace and asked[0]
@@ -57,6 +61,8 @@ class Plan:
         self.needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
         """Which gradients of the leaves are computed, for themselves or for that of the scale."""
         self.columns = columns(call)
+        self.places: Places | None = None
+        """Where a prepared call has tensors."""
         self._constants: dict[Any, Any] = {}
 
     def setting(self, call: Call, upstream: Upstream | None = None) -> Setting:

@@ -48,6 +48,14 @@ class Placed(NamedTuple):
 
 def placed(block: Block) -> Iterator[Placed]:
     """Yield the rows of a block: all at once if a single launch can address them."""
+    logits, grad = block.logits, block.grad
+    if logits.dim() == 2 and logits.is_contiguous() and (grad is None or grad.is_contiguous()):
+        (count, vocabulary), vector = logits.shape, 16 // logits.itemsize
+        address = logits.data_ptr() if grad is None else logits.data_ptr() | grad.data_ptr()
+        if address % 16 == vocabulary % vector == 0 and (grad is None or grad.dtype == logits.dtype):
+            rows = count or 1, 0, vocabulary
+            yield Placed(logits, grad, block.start, count, rows, rows, 0, Layout(False, False, False, vector))
+            return
     pieces: Any = [(0, block.logits, block.grad)]
     if not _is_direct(block.logits) or (block.grad is not None and not _is_direct(block.grad)):
         pieces = logit_blocks(block.logits, block.grad)

@@ -16,7 +16,17 @@ from xent.backends.torch.plan import Plan
 from xent.backends.torch.portable.rows import impossible, weights_of
 from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.sums import divisor_kernel
-from xent.backends.triton.launches import Columns, Launch, Numbers, Results, Rows, Upstreams, Way, next_power_of_2
+from xent.backends.triton.launches import (
+    Columns,
+    Launch,
+    Numbers,
+    Results,
+    Rows,
+    Upstreams,
+    Way,
+    alignment,
+    next_power_of_2,
+)
 from xent.core.call import Allowed, Classes, Probabilities, TopK, differs
 
 __all__ = ["Decisions", "Inputs", "floats_of"]
@@ -99,6 +109,8 @@ class Inputs:
             weight = options.weight.float().contiguous()
             total = weight.sum() if self.way.smoothed else None
         rows = Rows(ids, options.sample_weight, weight, total, None, temperature, numbers)
+        self.kind = alignment(ids, options.sample_weight, weight, temperature, *self.upstreams)
+        """The alignment of the tensors of callers in argument groups; that of others is known."""
         if upstream is None and looks_at_targets(self.device):
             if ids is not None and self.limit != _NO_LIMIT:
                 check_targets(ids, self.ignore_index, self.limit)
@@ -135,14 +147,15 @@ class Inputs:
         launches[key](device, 1, rows, normalizer, divisor, self.counted, self.count, self.ignore_index, self.limit)
         return divisor
 
-    def rows_of(self, part: Part, start: int = 0) -> tuple[Rows, int]:
+    def rows_of(self, part: Part, start: int = 0) -> tuple[Rows, int, Any]:
         """Return the group of rows for a launch on rows of a part from `start` on, and the index of the first one.
 
-        The index counts in `Rows.order`, or in the order of the call.
+        The index counts in `Rows.order`, or in the order of the call. The third value is the kind of the launch.
         """
-        if part.rows is None:
-            return self.rows, part.start + start
-        return self.rows._replace(order=part.rows), start
+        order = part.rows
+        if order is None:
+            return self.rows, part.start + start, self.kind
+        return self.rows._replace(order=order), start, (self.kind, order.data_ptr() % 16 == 0)
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.

@@ -27,6 +27,7 @@ __all__ = [
     "Rows",
     "Upstreams",
     "Way",
+    "alignment",
     "cdiv",
     "is_interpreted",
     "kernel",
@@ -173,7 +174,11 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 class Launch:
-    """A kernel with its constants and options. It is compiled once for each combination of argument types."""
+    """A kernel with its constants and options.
+
+    It is compiled once for each kind of arguments: their dtypes, which of them are None, and the alignment of the
+    tensors in argument groups. A launch of a plan is for one kind but for the alignment.
+    """
 
     def __init__(self, function: Any, constants: dict[str, Any], **options: Any) -> None:
         """`options`: Triton's num_warps, maxnreg and enable_fp_fusion."""
@@ -184,43 +189,41 @@ class Launch:
         self._compiled: dict[Any, Any] = {}
         self._in_order: tuple[Any, ...] = ()
 
-    def __call__(self, device: torch.device, programs: int, *arguments: Any) -> None:
-        """Launch `programs` programs on the current stream of the current device, which is `device`.
+    def __call__(self, kind: Any, programs: int, *arguments: Any) -> None:
+        """Launch `programs` programs on the current device and stream.
 
-        `arguments` are tensors, None, numbers, argument groups and tensor descriptors, in the order of the parameters.
+        `kind`: what may vary in the kind of the arguments. `arguments` are tensors, None, numbers, argument groups and
+        tensor descriptors, in the order of the parameters.
         """
+        compiled = self._compiled.get(kind)
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*arguments, *self._in_order)
+            return
         function = self._function
         if self._interpreted:  # without the options
             function[(programs,)](*arguments, **self._constants)
             return
-        kinds = [None if type(each) in _UNSPECIALISED else _kind(each) for each in arguments]
-        key = (device.index, *kinds)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*arguments, *self._in_order)
-            return
         compiled = function[(programs,)](*arguments, **self._constants, **self._options)
         if isinstance(compiled, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
-            self._compiled[key] = compiled
+            self._compiled[kind] = compiled
             self._in_order = tuple([self._constants[name] for name in function.arg_names[len(arguments) :]])
 
 
-def launch(
-    function: Any,
-    device: torch.device,
-    programs: int,
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-    **options: Any,
-) -> None:
-    """Launch a kernel whose constants are not those of a plan: see `Launch`."""
+def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
+    """Launch a kernel whose constants, or the kind of whose arguments, are not those of a plan: see `Launch`."""
     key = (function.__name__, *constants.values(), *options.values())
     prepared = _launches.get(key)
     if prepared is None:
         if len(_launches) >= _MOST:
             _launches.clear()
         prepared = _launches[key] = Launch(function, constants, **options)
-    prepared(device, programs, *arguments)
+    kinds = [None if type(each) in _UNSPECIALISED else _kind(each) for each in arguments]
+    prepared((torch.cuda.current_device() if torch.cuda.is_available() else None, *kinds), programs, *arguments)
+
+
+def alignment(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Return which tensors begin at a multiple of 16 bytes."""
+    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None])
 
 
 def _kind(argument: Any) -> Any:

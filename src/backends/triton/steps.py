@@ -4,7 +4,6 @@ Whole rows take one launch. Rows of class targets can also be folded, finished a
 Coefficients are (6, R) float32, see `finish_kernel`.
 """
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ _GRADIENT_BLOCKS = 4  # blocks of a program
 _GIVEN_BLOCK = 2048  # classes with probabilities
 _FINISHED = 64  # rows of a program of `finish_kernel`
 _SCALED = 4096  # elements of a block
+_NOT_GIVEN = (None, 0, 0, 0, 0, None)
 
 
 class TritonSteps(Inputs):
@@ -46,17 +46,12 @@ class TritonSteps(Inputs):
         self.fuses = setting.call.shards is None
         self.deferred: Tensor | None = self.rows.divisor[2] if setting.in_float16 else None
         self.saves = isinstance(setting.call.target, Classes)
-        self._skips = False
-
-    @cached_property
-    def recorded(self) -> Results:  # type: ignore[override]
-        """The memory of the results; a backward pass has none. Results of skipped rows are 0."""
-        recorded: dict[str, Tensor] = {}
-        for name, dtype in self.decisions.recorded:
-            recorded[name] = memory = torch.empty(self.count, dtype=dtype, device=self.device)
-            if self._skips:
-                memory.fill_(-1 if name == "predictions" else 0)
-        return Results(**recorded)
+        if self.decisions.recorded:
+            memory = {
+                name: torch.empty(self.count, dtype=dtype, device=self.device)
+                for name, dtype in self.decisions.recorded
+            }
+            self.recorded = Results(**memory)
 
     def skippable(self) -> Tensor:
         """Return the rows to leave out, whose results are set before."""
@@ -68,12 +63,13 @@ class TritonSteps(Inputs):
             skippable, valid = ids == self.ignore_index, (ids >= 0) & (ids < self.limit)
         if weight is not None and not self.way.all_rows:
             skippable |= (weight == 0) & valid
-        self._skips = True
+        for name, _ in self.decisions.recorded:
+            getattr(self.recorded, name).fill_(-1 if name == "predictions" else 0)
         return skippable
 
     def select(self, source: Any, part: Part) -> Selected:
         """Return the hidden states of a part and its target logits, in one launch."""
-        target, (rows, start) = self.setting.call.target, self.rows_of(part)
+        target, (rows, start, kind) = self.setting.call.target, self.rows_of(part)
         count, hidden, weight, bias = part.stop - part.start, source.hidden, source.weight, source.bias
         size = hidden.shape[1]
         rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed))
@@ -82,7 +78,7 @@ class TritonSteps(Inputs):
         if count and (rounded or trained is not None):
             constants = {"STATISTICS": self.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
             self.launch("select", select_kernel, constants, num_warps=4)(
-                *(self.device, count, hidden, *hidden.stride(), weight, *weight.stride()),
+                *(kind, count, hidden, *hidden.stride(), weight, *weight.stride()),
                 *(None if bias is None else bias.contiguous(), trained, target_logits, rows, start),
                 *(self.ignore_index, self.limit, self.setting.first, self.setting.width, size),
             )
@@ -91,12 +87,11 @@ class TritonSteps(Inputs):
         selected = source.select(part) if trained is None or apart else trained
         return Selected(selected, selected if trained is None else trained, target_logits)
 
-    @cached_property
-    def given(self) -> tuple[Any, ...]:
-        """The arguments of `rows_kernel` for class probabilities."""
+    def _given(self) -> tuple[Any, ...]:
+        """Return the arguments of `rows_kernel` for class probabilities."""
         target = self.setting.call.target
         if not isinstance(target, Probabilities):
-            return None, 0, 0, 0, 0, None
+            return _NOT_GIVEN
         values = target.values if rows_of(target.values) is not None else target.values.contiguous()
         likeliest = values.argmax(-1).view(-1) if self.recorded.accuracy is not None else None
         return values, *(rows_of(values) or ()), values.stride(-1), likeliest
@@ -107,23 +102,24 @@ class TritonSteps(Inputs):
             targets.whole_rows(self, block, part)
             return
         recorded, width, in_turn = self.recorded, self.setting.vocabulary, is_interpreted(rows_kernel)
-        if isinstance(self.setting.call.target, Probabilities):
+        given = self._given()
+        if given is not _NOT_GIVEN:
             saved = None
         for some in placed(block):
             prepared, share, parts = self._of_whole_rows(some, saved is not None, in_turn)
             programs, words = some.number * parts, None
             if parts > 1:
                 words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=self.device)
-            rows, start = self.rows_of(part, some.start)
+            rows, start, kind = self.rows_of(part, some.start)
             # Programs that run one after the other cannot wait for each other.
             for grad in (None, some.grad) if in_turn and words is not None else (some.grad,):
                 if in_turn and words is not None:
                     words |= TAG
                     words[-1] = 0
                 prepared(
-                    *(self.device, programs, some.logits, *some.rows, some.skew, grad, *some.places),
+                    *(kind, programs, some.logits, *some.rows, some.skew, grad, *some.places),
                     *(block.target_logits, saved, words, rows, self.upstreams, recorded, self.numbers, start),
-                    *(self.count, self.ignore_index, width, share, *self.given),
+                    *(self.count, self.ignore_index, width, share, *given),
                 )
 
     def _of_whole_rows(self, some: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
@@ -149,14 +145,15 @@ class TritonSteps(Inputs):
         setting, weight = self.setting, self.rows.class_weight
         for some in placed(block):
             width = some.logits.shape[-1]
-            rows, first = self.rows_of(part, some.start)
+            rows, first, kind = self.rows_of(part, some.start)
             if weight is not None:
                 own = weight[block.first : block.first + width]
+                kind = kind, own.data_ptr() % 16 == 0
                 rows = rows._replace(class_weight=own, total_weight=own.sum() if self.way.smoothed else None)
             here = slice(some.start - block.start, some.start - block.start + some.number)
             target_logits = None if block.target_logits is None else block.target_logits[here]
             self._of_fold(some, width, adds)(
-                *(self.device, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
+                *(kind, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
                 *(target_logits, rows, self.numbers, first, self.ignore_index),
                 *(setting.first + block.first, width, setting.vocabulary),
             )
@@ -178,11 +175,11 @@ class TritonSteps(Inputs):
         """See `xent.backends.torch.contract.Steps.finish`."""
         ranks, _, count = sums.shape
         made = torch.empty(6, count, dtype=torch.float32, device=sums.device) if wanted else None
-        rows, first = self.rows_of(part)
+        rows, first, kind = self.rows_of(part)
         if count:
             constants = {"columns": self.columns, "way": self.way, "BLOCK": _FINISHED}
             self.launch("finish", finish_kernel, constants, num_warps=2)(
-                *(self.device, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, self.upstreams),
+                *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, self.upstreams),
                 *(self.recorded, self.numbers, first, saved, 0 if saved is None else saved.stride(0), made),
                 *(self.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
             )
@@ -193,12 +190,13 @@ class TritonSteps(Inputs):
         width = block.logits.shape[-1]
         for some in placed(block) if width else ():
             prepared, share = self._of_gradient(some, width)
-            rows, first = self.rows_of(part, some.start)
+            rows, first, kind = self.rows_of(part, some.start)
             if rows.class_weight is not None:
-                rows = rows._replace(class_weight=rows.class_weight[block.first :])
+                own = rows.class_weight[block.first :]
+                rows, kind = rows._replace(class_weight=own), (kind, own.data_ptr() % 16 == 0)
             layout = some.layout
             prepared(
-                *(self.device, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
+                *(kind, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
                 *(some.logits, *some.rows, some.skew, some.grad, *some.places),
                 *(coefficients[:, some.start :], coefficients.stride(0), rows, self.numbers),
                 *(first, block.first, width),
@@ -233,33 +231,50 @@ class TritonSteps(Inputs):
 
     def results(self) -> list[Tensor]:
         """Return the loss and the statistics."""
-        options, found = self.options, {**self.recorded._asdict(), "count": self.counted}
-        for name in ("loss", "z_loss") if options.reduction != "none" else ():
-            found[name] = None if found[name] is None else found[name].sum()
-        if found["accuracy"] is not None and not options.accuracy_of_rows:
-            found["accuracy"] = found["accuracy"].sum() / found["count"].clamp(min=1)
-        return [found[name] for name in ("loss", *options.stats)]
+        options, recorded, reduced = self.options, self.recorded, self.options.reduction != "none"
+        results = [recorded.loss.sum() if reduced else recorded.loss]
+        for name in options.stats:
+            result = self.counted if name == "count" else getattr(recorded, name)
+            if name == "z_loss" and reduced:
+                result = result.sum()
+            elif name == "accuracy" and not options.accuracy_of_rows:
+                assert self.counted is not None
+                result = result.sum() / self.counted.clamp(min=1)
+            results.append(result)
+        return results
 
 
 def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplace: bool) -> list[Tensor]:
     """Return gradients that were computed in the forward pass times 0-d factors, rounded once.
 
-    They are scaled in their own memory with `inplace`.
+    They are scaled in their own memory with `inplace`. Two that fill their memory take one launch.
     """
-    made = [grad if inplace else grad.clone() for grad in grads]
-    for grad in made:
-        whole = grad.as_strided((1, grad.numel()), (1, 1)) if is_dense(grad) else grad
-        length = whole.shape[-1]
-        for some in placed(Block(whole, grad=whole)) if grad.numel() else ():
+    scaled = [grad if inplace else grad.clone() for grad in grads]
+    pieces: list[Tensor] = []
+    for grad in scaled:
+        if is_dense(grad):
+            pieces.append(grad.as_strided((1, grad.numel()), (1, 1)))
+        else:
+            pieces.extend(some.logits for some in placed(Block(grad, grad=grad)))
+    while pieces:
+        first, second = pieces.pop(0), None
+        if pieces and len(first) == len(pieces[0]) == 1:
+            second = pieces.pop(0)
+        blocks = [0 if piece is None else len(piece) * cdiv(piece.shape[-1], _SCALED) for piece in (first, second)]
+        if sum(blocks):
+            inner, outer, row = rows_of(first) or (1, 0, 0)
+            count, length = first.shape[:-1].numel(), first.shape[-1]
             launch(
                 scale_kernel,
-                grad.device,
-                min(some.number * cdiv(length, _SCALED), 4 * multiprocessors(grad.device)),
-                (some.logits, *some.rows, upstream, deferred, some.number, length),
+                min(sum(blocks), 4 * multiprocessors(first.device)),
+                (
+                    *(first, inner, outer, row, second, upstream, deferred, count, length),
+                    *(0 if second is None else second.shape[-1],),
+                ),
                 {"BLOCK": _SCALED},
                 num_warps=8,
             )
-    return made
+    return scaled
 
 
 def _start(setting: Setting) -> Steps:

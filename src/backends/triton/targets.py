@@ -73,7 +73,7 @@ def _launch(
 
     `aligned`: whether its other matrices have rows at multiples of 16 bytes.
     """
-    vocabulary, (rows, start) = steps.setting.width, steps.rows_of(part, some.start)
+    vocabulary, (rows, start, _) = steps.setting.width, steps.rows_of(part, some.start)
     block = min(next_power_of_2(vocabulary), most)
     ragged = some.layout.ragged or vocabulary % 8 != 0 or not aligned
     blocks = next_power_of_2(cdiv(vocabulary, block))
@@ -83,7 +83,6 @@ def _launch(
         constants = constants | {"their_way": way._replace(capped=capped, scaled=scaled)}
     launch(
         kernel,
-        steps.device,
         some.number,
         (
             *(some.logits, *some.rows, some.grad, *some.places, rows, steps.upstreams, steps.recorded),

@@ -53,7 +53,6 @@ def product(
     sizes = len(hidden), len(weight), _chunks(len(weight)), out.stride(0) // 8, cdiv(weight.shape[1], _DEPTH)
     launch(
         product_kernel,
-        hidden.device,
         multiprocessors(hidden.device),
         (*factors, classes, given, out, *sizes, steps.numbers.logit_scale, steps.numbers.softcap),
         {"SCALED": steps.way.scaled, "CAPPED": steps.way.capped, "WRITES": coefficients is not None, "MORE": more},
@@ -119,10 +118,9 @@ def fold_product(steps: Any, source: Classifier, selected: Selected, part: Part,
         count = len(classes[some])
         made = hidden.new_empty(kinds, chunks, count, dtype=torch.float32)
         product(steps, hidden[some], weight, classes[some], None, made, kinds == 3)
-        rows, first = steps.rows_of(part, start)
+        rows, first, _ = steps.rows_of(part, start)
         launch(
             join_kernel,
-            hidden.device,
             cdiv(count, _JOINED),
             (
                 *(made, chunks, count, sums[:, some], sums.stride(0), selected.target_logits[some], rows, first),

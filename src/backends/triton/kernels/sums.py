@@ -364,13 +364,15 @@ def scale_kernel(
     inner: "i64",
     outer_stride: "i64",
     row_stride: "i64",
+    second,  # (second_length,): another gradient, or None
     upstream,  # ()
     deferred,  # () or None
     rows: "i64",
     length: "i64",  # elements of a row
+    second_length: "i64",
     BLOCK: tl.constexpr,
 ):
-    """Multiply a gradient by factors and round once; do nothing if the product of the factors is 1."""
+    """Multiply gradients by factors and round once; do nothing if the product of the factors is 1."""
     blocks = tl.cdiv(length, BLOCK)
     factor = tl.load(upstream).to(tl.float32)
     if deferred is not None:
@@ -379,6 +381,15 @@ def scale_kernel(
         for block in range(tl.program_id(0).to(tl.int64), rows * blocks, tl.num_programs(0)):
             begin = position(block // blocks, inner, outer_stride, row_stride, True)
             places = block % blocks * BLOCK + tl.arange(0, BLOCK)
-            inside = places < length
-            scaled = tl.load(grad + begin + places, mask=inside, other=0.0).to(tl.float32) * factor
-            tl.store(grad + begin + places, scaled.to(grad.dtype.element_ty), mask=inside)
+            scale_block(grad + begin, places, length, factor)
+        if second is not None:
+            for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(second_length, BLOCK), tl.num_programs(0)):
+                scale_block(second, block * BLOCK + tl.arange(0, BLOCK), second_length, factor)
+
+
+@triton.jit
+def scale_block(begin, places, length, factor):
+    """Multiply elements of a gradient by a factor."""
+    inside = places < length
+    scaled = tl.load(begin + places, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(begin + places, scaled.to(begin.dtype.element_ty), mask=inside)

@@ -1,0 +1,119 @@
+"""A call as a list of tensors and one text of field names, which custom operations take; and what is saved of a call.
+
+Every value is a field of a NamedTuple and is found by its name. So a new option changes no schema and no position.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from xent.core import call as calls
+from xent.core.call import Call, fields_of
+
+__all__ = ["Places", "parse", "places_of", "put", "split", "take", "text"]
+
+
+class _Slot(NamedTuple):
+    """Stands for the tensor with this index in a list."""
+
+    place: int
+
+
+_KINDS: dict[str, Any] = {name: kind for name, kind in vars(calls).items() if hasattr(kind, "_replace")}
+_RECORDS = tuple(_KINDS.values())
+
+
+def _mapped(node: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a record with changed values of a kind, also in the records that it has."""
+    fields = []
+    for value in node:
+        if isinstance(value, kind):
+            fields.append(change(value))
+        else:
+            fields.append(_mapped(value, kind, change) if isinstance(value, _RECORDS) else value)
+    return type(node)(*fields)
+
+
+def split(call: Call, tensors: list[Tensor]) -> Any:
+    """Append the tensors of a call to `tensors`; return the call with a slot in place of each."""
+
+    def slot(value: Tensor) -> _Slot:
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+
+    return _mapped(call, Tensor, slot)
+
+
+def text(value: Any) -> str:
+    """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
+    if isinstance(value, _Slot):
+        return '{"slot":' + str(value.place) + "}"
+    if isinstance(value, _RECORDS):
+        inner = [f'"{name}":' + text(one) for name, one in fields_of(value).items()]
+        return "{" + ",".join([f'"type":"{type(value).__name__}"', *inner]) + "}"
+    if isinstance(value, tuple):
+        return "[" + ",".join([text(one) for one in value]) + "]"
+    if isinstance(value, float):
+        return '{"hex":"' + value.hex() + '"}'
+    if isinstance(value, str):
+        return '"' + value + '"'
+    if value is None:
+        return "null"
+    if isinstance(value, (bool, int)):
+        return str(value).lower()
+    return f'"{value.group_name}"'  # a process group
+
+
+def parse(words: str, tensors: Any) -> Call:
+    """Invert `text`, with the tensors in place. Fields are found by name; absent ones have their defaults."""
+
+    def made(fields: dict[str, Any]) -> Any:
+        if "slot" in fields:
+            return tensors[fields["slot"]]
+        if "hex" in fields:
+            return float.fromhex(fields["hex"])
+        return _KINDS[fields.pop("type")](**{name: _tuples(one) for name, one in fields.items()})
+
+    call: Call = json.loads(words, object_hook=made)
+    return call
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+Places = tuple[tuple[int, Any], ...]
+"""The fields of a record that are tensors, with None, or records with tensors, with their own places."""
+
+
+def places_of(record: Any) -> Places:
+    """Return where a record has tensors."""
+    places = []
+    for index, field in enumerate(record):
+        if isinstance(field, Tensor):
+            places.append((index, None))
+        elif isinstance(field, _RECORDS) and (inner := places_of(field)):
+            places.append((index, inner))
+    return tuple(places)
+
+
+def take(record: Any, places: Places, tensors: list[Tensor]) -> Any:
+    """Append the tensors of a record to `tensors`; return the record with None in these places."""
+    fields = list(record)
+    for index, inner in places:
+        if inner is None:
+            tensors.append(fields[index])
+            fields[index] = None
+        else:
+            fields[index] = take(fields[index], inner, tensors)
+    return tuple.__new__(type(record), fields)
+
+
+def put(record: Any, places: Places, tensors: Iterator[Tensor]) -> Any:
+    """Invert `take`."""
+    fields = list(record)
+    for index, inner in places:
+        fields[index] = next(tensors) if inner is None else put(fields[index], inner, tensors)
+    return tuple.__new__(type(record), fields)
