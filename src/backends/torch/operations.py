@@ -22,7 +22,8 @@ from xent.backends.torch.memory import cast, gradient_like
 from xent.backends.torch.plan import Plan, asked_of, compute_of, leaves_of, made_first
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
-from xent.core.call import Call, Dense, Given, TopK, array_of
+from xent.core.call import ArraySlot, Call, Dense, Given, TopK, array_of
+from xent.core.signature import binder
 
 __all__ = ["decided"]
 
@@ -37,11 +38,41 @@ def _operation(schema: str, function: Any, fake: Any) -> None:
     torch.library.register_fake(f"xent::{name}", fake, lib=_LIBRARY)
 
 
+_PLANS: dict[Any, tuple[Plan, Any]] = {}
+_MOST = 1024  # plans; if there are more, the cache is cleared
+
+
+def _planned(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> tuple[Plan, Call, bool]:
+    """Return the plan of an operation, its call, and whether the plan is new."""
+    facts = [
+        (tensor.dtype, tensor.device, tensor.shape[-1] if '"TopK"' in form else tensor.dim(), tensor.data_ptr() % 16)
+        for tensor in tensors
+    ]
+    key = (form, tuple(asked), kernel, skips, *facts)
+    planned, is_new = _PLANS.get(key), False
+    if planned is None:
+        if len(_PLANS) >= _MOST:
+            _PLANS.clear()
+        is_new, call = True, parse(form, [_slot(place, tensor) for place, tensor in enumerate(tensors)])
+        plan = Plan(call, tuple(asked) or (False,) * len(leaves_of(call)), kernel, skips)
+        planned = _PLANS[key] = plan, binder(call)
+    plan, bind = planned
+    return plan, bind(tensors), is_new
+
+
+def _slot(place: int, tensor: Tensor) -> ArraySlot:
+    """Return the slot of a tensor. Its last axis may be one of classes."""
+    sizes = [None] * tensor.dim()
+    sizes[-1:] = tensor.shape[-1:]
+    aligned = tensor.data_ptr() % 16 == 0
+    return ArraySlot(place, tuple(sizes), (), tensor.dtype, tensor.device, False, tensor.is_contiguous(), aligned)
+
+
 def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     """Return the results; then, if gradients are asked for, the made ones or the sums for the backward pass."""
-    call = parse(form, tensors)
-    plan = Plan(call, tuple(asked) or (False,) * len(leaves_of(call)), kernel, skips)
-    prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], True, True)
+    plan, call, is_new = _planned(form, asked, kernel, skips, tensors)
+    # Its numbers are checked once: no public function has done it if the program was exported.
+    prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], True, is_new)
     results: list[Tensor] = undisturbed(plan.device, forward, plan, prepared)
     return results
 
@@ -86,8 +117,7 @@ def _backward(
     *upstream: Tensor | None,
 ) -> list[Tensor]:
     """Return the gradients that are asked for, in the dtypes of the tensors."""
-    call = parse(form, tensors)
-    plan = Plan(call, tuple(asked), kernel, skips)
+    plan, call, _ = _planned(form, asked, kernel, skips, tensors)
     prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], False)
     made = undisturbed(plan.device, backward, plan, prepared, plan.asked, False, saved, Upstream(*upstream))
     # The call of an eager loss has the number of a scale instead of its tensor.

@@ -55,7 +55,7 @@ class Classifier:
 
     def _extended(self, values: Tensor) -> Tensor:
         """Return the first C rows with zeros appended. `F.pad` would write all of its result twice."""
-        if self.columns == len(values):
+        if self.columns == values.shape[0]:
             return values
         if self.columns == self.classes:
             return values[: self.classes]

@@ -140,7 +140,7 @@ class Inputs:
             rows = rows._replace(class_weight=weight if shards is None else None)
         divisor = torch.empty(3, dtype=torch.float32, device=device)
         block = min(next_power_of_2(max(self.count, 16)), 4096)
-        launches, key = self.decisions.launches, (divisor_kernel, in_float16, block)
+        launches, key = self.decisions.launches, ("divisor", in_float16, block)
         if key not in launches:
             constants = {"FLOAT16": in_float16, "BLOCK": block}
             launches[key] = Launch(divisor_kernel, constants, num_warps=4 if block <= 1024 else 16)

@@ -19,7 +19,7 @@ from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.fold import fold_kernel
 from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel, rows_kernel
 from xent.backends.triton.kernels.sums import finish_kernel, scale_kernel, select_kernel
-from xent.backends.triton.launches import Columns, Launch, Results, cdiv, is_interpreted, launch, next_power_of_2
+from xent.backends.triton.launches import Columns, Launch, Results, cdiv, is_interpreted, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
 from xent.core.call import Allowed, Classes, Dense, Probabilities, TopK
 
@@ -33,6 +33,7 @@ _GRADIENT_BLOCKS = 4  # blocks of a program
 _GIVEN_BLOCK = 2048  # classes with probabilities
 _FINISHED = 64  # rows of a program of `finish_kernel`
 _SCALED = 4096  # elements of a block
+_SCALE = Launch(scale_kernel, {"BLOCK": _SCALED}, num_warps=8)
 _NOT_GIVEN = (None, 0, 0, 0, 0, None)
 
 
@@ -127,7 +128,7 @@ class TritonSteps(Inputs):
         itemsize, launches = some.logits.itemsize, self.decisions.launches
         half, writes, width = itemsize == 2, some.grad is not None, self.setting.vocabulary
         quick = self.quick(half)
-        key = rows_kernel, some.layout, itemsize, writes, saves, quick
+        key = "rows", some.layout, itemsize, writes, saves, quick
         if key not in launches:
             more = {"exact": not half, "quick": quick, "folds": half and not self.way.of_entropy}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
@@ -162,7 +163,7 @@ class TritonSteps(Inputs):
         """Return the launch of `fold_kernel` for rows of `width` classes."""
         itemsize, launches = some.logits.itemsize, self.decisions.launches
         quick, whole = self.quick(itemsize == 2), not 0 < width < self.setting.width
-        key = fold_kernel, some.layout, itemsize, width, whole, adds, quick
+        key = "fold", some.layout, itemsize, width, whole, adds, quick
         if key not in launches:
             if whole:
                 way, _, options = sizes(max(width, 1), some, self.way, False, False, quick=quick)
@@ -206,7 +207,7 @@ class TritonSteps(Inputs):
         """Return the launch of `gradient_kernel` for rows of `width` classes, and the classes of a program."""
         itemsize, layout, launches = some.logits.itemsize, some.layout, self.decisions.launches
         quick = self.quick(itemsize == 2)
-        key = gradient_kernel, layout, itemsize, width, quick
+        key = "gradient", layout, itemsize, width, quick
         if key not in launches:
             size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * layout.vector)
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
@@ -258,21 +259,20 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
             pieces.extend(some.logits for some in placed(Block(grad, grad=grad)))
     while pieces:
         first, second = pieces.pop(0), None
-        if pieces and len(first) == len(pieces[0]) == 1:
+        if pieces and first.shape[0] == pieces[0].shape[0] == 1:
             second = pieces.pop(0)
-        blocks = [0 if piece is None else len(piece) * cdiv(piece.shape[-1], _SCALED) for piece in (first, second)]
+        blocks = [
+            0 if piece is None else piece.shape[:-1].numel() * cdiv(piece.shape[-1], _SCALED)
+            for piece in (first, second)
+        ]
         if sum(blocks):
             inner, outer, row = rows_of(first) or (1, 0, 0)
             count, length = first.shape[:-1].numel(), first.shape[-1]
-            launch(
-                scale_kernel,
-                min(sum(blocks), 4 * multiprocessors(first.device)),
-                (
-                    *(first, inner, outer, row, second, upstream, deferred, count, length),
-                    *(0 if second is None else second.shape[-1],),
-                ),
-                {"BLOCK": _SCALED},
-                num_warps=8,
+            dtypes = [None if tensor is None else tensor.dtype for tensor in (first, second, upstream, deferred)]
+            _SCALE(
+                *((first.device, *dtypes), min(sum(blocks), 4 * multiprocessors(first.device))),
+                *(first, inner, outer, row, second, upstream, deferred, count, length),
+                0 if second is None else second.shape[-1],
             )
     return scaled
 
