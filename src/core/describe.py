@@ -216,7 +216,7 @@ def _checked(
         if name in passed:
             value = given[name]
             arrays |= _parts(name, value) if isinstance(value, _RECORDS) else {name: value}
-    first, is_divergence = next(iter(given.values())), "teacher" in given
+    first, is_divergence = given.get("input", given.get("logits")), "teacher" in given
     others = [name for name in passed if name not in _ARRAYS]
     for name in others:
         if name in RANGES and type(given[name]) not in PLAIN:
