@@ -36,7 +36,7 @@ from xent.backends.torch.contract import STEPS, Block, Part, Schedule, Setting, 
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
-from xent.backends.torch.sources import Computed, Loaded, Logits, Stored
+from xent.backends.torch.sources import Computed, Loaded, Logits, Stored, at_once, in_one_part
 from xent.core.call import Call, Dense, Given, Probabilities, TopK
 from xent.core.chunks import rows_per_chunk
 
@@ -94,8 +94,11 @@ def _run(
     if forward and not wanted and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
     again = not forward and steps.saves
-    if given and steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, Dense)):
-        return steps, [_whole_rows(setting, steps, wanted, reuse, saved)], saved
+    if steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, (Dense, TopK))):
+        if given:
+            return steps, [_whole_rows(setting, steps, wanted, reuse, saved)], saved
+        if in_one_part(setting, steps):
+            return steps, at_once(setting, steps), saved
     source = (Stored if given else Computed)(setting, steps, wanted, reuse)
     fused = steps.fuses and not again and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)

@@ -5,7 +5,7 @@ A source yields the logits of a part in blocks, and takes the gradients of these
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, pad
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Loaded", "Logits", "Stored", "fold_tiles"]
+__all__ = ["Computed", "Loaded", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -267,6 +267,61 @@ class Computed(Stored):
         classes, rows = self._setting.width, len(self._given.weight)
         more = () if rows == classes else (made.new_zeros(rows - classes, *made.shape[1:]),)
         return torch.cat((made[:classes], *more)) if more else span(made, 0, classes)
+
+
+class _Whole(NamedTuple):
+    """The factors of a product that is computed at once, for `Steps.select`."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    compute: torch.dtype
+    needs: tuple[bool, ...]
+
+    def select(self, part: Part) -> Tensor:
+        """Return all hidden states in the compute dtype."""
+        return self.hidden
+
+
+def in_one_part(setting: Setting, steps: Steps) -> bool:
+    """Return whether `at_once` serves a call with a product: all factors have one dtype, and the rows are one part."""
+    source, compute = setting.call.source, setting.compute
+    if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
+        return False
+    if source.input.dtype != compute or source.weight.dtype != compute or exact(setting.call):
+        return False
+    columns = padded_columns(setting.width, setting.device)
+    return _rows_of(setting, columns, compute.itemsize, source.workspace) >= setting.count
+
+
+def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
+    """Compute the rows of a product in one part, and return the gradients of the leaves.
+
+    This is `Computed` without what several parts, shards and conversions need.
+    """
+    source, needs, compute, width = setting.call.source, setting.needs, setting.compute, setting.width
+    weight, bias, hidden = source.weight, source.bias, source.input
+    if hidden.dim() != 2:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+    part = Part(0, setting.count)
+    selected = steps.select(_Whole(hidden, weight, bias, compute, needs), part)
+    columns = padded_columns(width, setting.device)
+    logits = torch.empty(setting.count, columns, dtype=compute, device=setting.device)
+    if columns != width:
+        logits = logits[:, :width]
+    if bias is None:
+        torch.mm(selected.hidden, weight.t(), out=logits)
+    else:
+        torch.addmm(bias, selected.hidden, weight.t(), out=logits)
+    steps.whole_rows(Block(logits, 0, 0, logits, selected.target_logits), part, None)
+    of_input = torch.mm(logits, weight) if needs[0] else None
+    if of_input is not None and source.input.dim() != 2:
+        of_input = of_input.view(source.input.shape)
+    return [
+        of_input,
+        torch.mm(logits.t(), selected.trained) if needs[1] else None,
+        logits.sum(0, dtype=wide(compute)).to(compute) if needs[2] else None,
+    ]
 
 
 class Logits:
