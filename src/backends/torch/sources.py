@@ -305,23 +305,27 @@ def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     part = Part(0, setting.count)
     selected = steps.select(_Whole(hidden, weight, bias, compute, needs), part)
-    columns = padded_columns(width, setting.device)
-    logits = torch.empty(setting.count, columns, dtype=compute, device=setting.device)
-    if columns != width:
-        logits = logits[:, :width]
+    missing = padded_columns(width, setting.device) - width
+    if missing:
+        weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
+        bias = None if bias is None else torch.cat((bias, bias.new_zeros(missing)))
+    room = torch.empty(setting.count, width + missing, dtype=compute, device=setting.device)
     if bias is None:
-        torch.mm(selected.hidden, weight.t(), out=logits)
+        torch.mm(selected.hidden, weight.t(), out=room)
     else:
-        torch.addmm(bias, selected.hidden, weight.t(), out=logits)
+        torch.addmm(bias, selected.hidden, weight.t(), out=room)
+    logits = room[:, :width] if missing else room
     steps.whole_rows(Block(logits, 0, 0, logits, selected.target_logits), part, None)
-    of_input = torch.mm(logits, weight) if needs[0] else None
+    if missing and selected.hidden is not selected.trained:
+        room[:, width:] = 0  # it is NaN if the hidden states of a row without a gradient are
+    of_input = torch.mm(room, weight) if needs[0] else None
     if of_input is not None and source.input.dim() != 2:
         of_input = of_input.view(source.input.shape)
-    return [
-        of_input,
-        torch.mm(logits.t(), selected.trained) if needs[1] else None,
-        logits.sum(0, dtype=wide(compute)).to(compute) if needs[2] else None,
-    ]
+    of_weight = torch.mm(room.t(), selected.trained) if needs[1] else None
+    of_bias = room.sum(0, dtype=wide(compute)).to(compute) if needs[2] else None
+    if missing:
+        of_weight, of_bias = (None if grad is None else grad[:width] for grad in (of_weight, of_bias))
+    return [of_input, of_weight, of_bias]
 
 
 class Logits:
