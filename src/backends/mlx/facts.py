@@ -122,7 +122,8 @@ def gather_facts(call: Call) -> Facts:
         found |= _known(target, vocabulary, acc)
         invalid = found.pop("wrong") & ~ignored
     if activation.temperature is not None:
-        _check(check_temperature, [activation.temperature], min(shifts))
+        assert isinstance(call.target, (Classes, Allowed))
+        _check(check_temperature, [activation.temperature, call.target.ids], options.ignore_index, min(shifts))
         heat = each(mx.broadcast_to(activation.temperature.astype(acc), shape), 1)
         heat = mx.where(ignored, 1, mx.where(heat > 0, mx.minimum(heat, LARGEST), mx.nan))
         numbers = (activation.logit_scale, _softcap(call))

@@ -11,6 +11,7 @@ schema and no position.
 """
 
 import json
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -132,7 +133,11 @@ def join(call: Any, tensors: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
+    """Return a split call as JSON. `float.hex` is exact.
+
+    `float.hex` and `operator.index` make torch.compile treat a number as a constant: a call with another one is
+    compiled again. Dynamo makes a number symbolic that has changed, and would not trace `str` of it.
+    """
     if isinstance(value, _Slot):
         return '{"slot":' + str(value.place) + "}"
     if isinstance(value, _RECORDS):
@@ -146,8 +151,10 @@ def text(value: Any) -> str:
         return '"' + value + '"'
     if value is None:
         return "null"
-    if isinstance(value, (bool, int)):
+    if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, int):
+        return str(operator.index(value))
     return f'"{value.group_name}"'  # a process group
 
 
