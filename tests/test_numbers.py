@@ -38,6 +38,25 @@ def test_numpy_numbers(target: Target, function: str, option: str, kind: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("function", "option"), PLACES)
+def test_numbers_of_16_bits_are_not_rounded_again(target: Target, function: str, option: str, dtype: str) -> None:
+    arrays = target.arrays(*((HIDDEN, CLASSIFIER) if function.startswith("linear") else (LOGITS,)))
+    (classes,), (value,) = target.arrays(CLASSES), target.arrays(np.array(0.3), dtype=dtype)
+    (upstream,) = target.arrays(np.ones(4) if function in LOG_PROBS else np.ones(()))
+
+    def results(number: Any) -> Any:
+        def run(*given: Any) -> Any:
+            return (getattr(xent, function)(*given, classes, backend=target.name, **{option: number}),)
+
+        (values,), gradients = target.harness.gradients(run, arrays, (upstream,))
+        return values, *gradients
+
+    exact = float(target.harness.numpy(value))
+    for found, expected in zip(results(value), results(exact), strict=True):
+        target.close(found, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("option", ["logit_scale", "softcap"])
 @pytest.mark.parametrize("function", LOG_PROBS)
 def test_scales_of_16_bits_are_divided_by_a_temperature_without_rounding(

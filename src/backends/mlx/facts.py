@@ -75,6 +75,11 @@ def _aligned(source: Source, prefix: str) -> Source:
                 f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {source.input.dtype}; "
                 f"got {array.dtype}: cast it with astype"
             )
+    if not source.input.shape[-1]:
+        # MLX cannot reshape arrays without elements. A column of zeros adds nothing to the logits.
+        shapes = (*source.input.shape[:-1], 1), (vocabulary_of(source), 1)
+        hidden, weight = (mx.zeros(shape, source.input.dtype) for shape in shapes)
+        return source._replace(input=hidden, weight=weight)
     return source
 
 
@@ -236,6 +241,8 @@ def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
 def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
     """Return `xent.backends.mlx.kernels.Facts.numbers`, (8,)."""
     vocabulary, smoothing = vocabulary_of(call.source), call.options.label_smoothing
+    if isinstance(smoothing, mx.array):  # a 16-bit dtype would round the quotient
+        smoothing = smoothing.astype(dtype)
     total: Any = vocabulary if class_weight is None else class_sum(class_weight)
     scale, spread = call.activation.logit_scale, smoothing / vocabulary
     given = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]
