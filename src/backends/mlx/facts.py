@@ -36,6 +36,7 @@ from xent.core.validate import check_subset, check_support, check_targets, check
 
 __all__ = ["aligned", "gather_facts"]
 
+_LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
 _Each = Callable[[mx.array, Any], mx.array]
 
 
@@ -174,11 +175,15 @@ def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | Non
         weight = mx.where(invalid, mx.nan, weight)
         excluded = excluded & ~invalid
     scale = weight
-    varies = options.reduction == "mean" or options.heads is not None or options.sample_weight is not None
-    if dtype == mx.float16 and options.reduction != "none" and varies:
-        # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row weights
-        # they could overflow. So the stored gradients have row factors of at most 1.
-        largest = mx.nan_to_num(mx.abs(whole)).max()
+    if dtype == mx.float16 and options.reduction != "none":
+        # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large weights or
+        # scales they could overflow. So they are stored without 1/D, divided by a bound of their row factors.
+        others = 4 * scalar(options.z_loss, acc)  # 2 zeta lse is at most 4 zeta 2^15, the half of float16's range
+        if options.weight is not None:
+            smoothing = 1 if isinstance(call.target, Probabilities) else options.label_smoothing
+            others = others + scalar(smoothing, acc) * mx.abs(options.weight.astype(acc)).max()
+        slope = mx.maximum(mx.abs(scalar(call.activation.logit_scale, acc)), _LEAST_SCALE)
+        largest = mx.nan_to_num(mx.abs(whole) + others * mx.abs(weight)).max() * slope
         size = mx.where(largest == 0, 1, largest)
         scale = weight / size
         deferred = size if divisor is None else mx.where(divisor == 0, 0, size / divisor)

@@ -123,9 +123,22 @@ def backward(
     needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
     setting = setting_of(call, needs, upstream)
     made: list[Tensor | None] = [None] * len(needs)
+    without_scale, factor = setting, None
+    if asked[-1] and setting.compute == torch.float16:
+        # The factor s is multiplied in later: with it, the terms of the scale's gradient could underflow.
+        factor = call.activation.logit_scale
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, dtype=torch.float32, device=setting.device)
+        divided = [None if one is None else one / factor for one in upstream]
+        without_scale = setting._replace(upstream=Upstream(*divided))
     if any(needs):
-        made = _run(setting, kernel, skips, reuse, saved)[1].gradients()
+        made = _run(without_scale, kernel, skips, reuse, saved)[1].gradients()
     of_scale = _scale_gradient(setting, made) if asked[-1] else None
+    if factor is not None and of_scale is not None:
+        of_scale *= factor
+        for gradient in made:
+            if gradient is not None:  # PyTorch would round a 0-d factor on an accelerator to float16 first
+                torch.mul(gradient, factor.reshape(1), out=gradient)
     made = [one if wanted else None for one, wanted in zip(made, asked, strict=False)]
     return [*made, _probability_gradient(setting) if asked[-2] else None, of_scale]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Part, Setting, columns, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.rows import impossible, weights_of
+from xent.backends.torch.portable.rows import impossible, options_of_float16, weights_of
 from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.sums import divisor_kernel
 from xent.backends.triton.launches import Columns, Numbers, Results, Rows, Upstreams, Way, launch, next_power_of_2
@@ -89,18 +89,22 @@ class Inputs:
         normalizer = self.options.normalizer if self.mean else 1.0
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=self.device)
-        weight = rows.class_weight if self.limit != _NO_LIMIT else None
-        if shards is not None and weight is not None and (in_float16 or normalizer is None):
-            found = weights_of(weight, cast(rows.target, torch.int64), shards)
-            rows = rows._replace(sample_weight=found if rows.sample_weight is None else found * rows.sample_weight)
-        rows = rows._replace(class_weight=weight if shards is None else None)
+        weight = rows.class_weight if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
+        if shards is not None and weight is not None:
+            weight = weights_of(weight, cast(rows.target, torch.int64), shards)
+        bound = options_of_float16(self.setting, rows.class_weight) if in_float16 else (0.0, 1.0)
+        (others, scale), numbers = floats_of(bound, self.device)
+        rows = rows._replace(class_weight=weight)
         made = torch.empty(3, dtype=torch.float32, device=self.device)
         block = min(next_power_of_2(max(self.count, 16)), 4096)
         launch(
             divisor_kernel,
             1,
-            (rows, normalizer, made, self.counted, self.count, self.ignore_index, self.limit),
-            {"FLOAT16": in_float16, "BLOCK": block},
+            (
+                *(rows, normalizer, made, self.counted, self.count, self.ignore_index, self.limit),
+                *(others, scale, numbers),
+            ),
+            {"FLOAT16": in_float16, "OF_ROWS": shards is not None, "BLOCK": block},
             num_warps=4 if self.count <= 1024 else 16,
         )
         return made
