@@ -86,11 +86,10 @@ def cross_entropy(
         Factor s of the logits; 1 / temperature. A tensor may have any real dtype and be on the logits' device or the
         CPU. If it requires a gradient, the backward pass computes (1/s) sum_ic z_ic dL/dz_ic with one more pass over
         the logits and their gradient, and with the rounding of that gradient. (Scales below 2^-60 are replaced by
-        2^-60; with float16 a scale of 0 gives NaN.) The value of a tensor on the CPU is checked. The value of a tensor
-        on an accelerator is neither checked nor read by the host, except with XENT_CHECK_TARGETS=1 and with
-        ``vocab_parallel``. With ``vocab_parallel`` each pass over the logits reads it once, and a scale that requires a
-        gradient is a ValueError. If the scale is on the CPU and requires a gradient, and the logits are on an
-        accelerator, the backward pass synchronises.
+        2^-60.) The value of a tensor on the CPU is checked. The value of a tensor on an accelerator is neither checked
+        nor read by the host, except with XENT_CHECK_TARGETS=1 and with ``vocab_parallel``. With ``vocab_parallel`` each
+        pass over the logits reads it once, and a scale that requires a gradient is a ValueError. If the scale is on the
+        CPU and requires a gradient, and the logits are on an accelerator, the backward pass synchronises.
     sample_weight : array with the shape of index targets, optional
         Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
     normalizer : float >= 0 or 0-d array, optional

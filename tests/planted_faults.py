@@ -133,6 +133,11 @@ FAULTS = [
         "self.weight / size, 1 / self.divisor",
         (MATRIX, "-k", "float16 and sample_weight"),
     ),
+    Fault(
+        "float16 gradients without the size of a z-loss", PORTABLE + "rows.py",
+        "others = 4 * options.z_loss", "others = 0.0",
+        ("tests/test_numbers.py", "-k", "before_the_division"),
+    ),
     # Results.
     Fault(
         "accuracy over all rows", PORTABLE + "steps.py",
@@ -472,8 +477,13 @@ FAULTS = [
     ),
     Fault(
         "kernel: divisor without class weights", KERNELS + "sums.py",
-        "            weighted *= tl.load(rows.class_weight + y)", "            weighted *= 1.0",
+        "weighted *= load(rows.class_weight + (row if OF_ROWS else y), row < count, 0.0)", "weighted *= 1.0",
         (MATRIX, "-k", "weight and mean"), "triton",
+    ),
+    Fault(
+        "kernel: float16 gradients without the size of a scale", KERNELS + "sums.py",
+        "tl.max(sizes, 0) * scale", "tl.max(sizes, 0)",
+        ("tests/test_numbers.py", "-k", "before_the_division"), "triton",
     ),
     Fault(
         "kernel: shares without smoothing", KERNELS + "fold.py",

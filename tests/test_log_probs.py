@@ -1,5 +1,6 @@
 """One test per promise of the documentation, for log-probabilities on every backend."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -173,6 +174,37 @@ def test_temperature_of_one_array(target: Target, function: str, monkeypatch: py
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     with pytest.raises(ValueError, match="temperature must be > 0 in every row"):
         wrong(*arrays)
+
+
+@pytest.mark.parametrize("checked", ["0", "1"])
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_temperature_of_a_row_without_a_target_is_not_used(
+    target: Target, function: str, checked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding often has the temperature 0. A temperature belongs to the target at its place, also with a shift."""
+    monkeypatch.setenv("XENT_CHECK_TARGETS", checked)
+    case = log_prob_case(function, "rows")
+    inputs = make_inputs(case)
+    heat, unused = inputs.options["temperature"], inputs.target == -100
+    unused[..., : case.shift] = True
+    assert unused[..., case.shift :].any()
+    wrong = np.where(unused, np.resize([0.0, -1.0, np.nan], heat.shape), heat)
+    pairs = zip(
+        *(results_of(target, case, inputs, temperature=target.arrays(one)[0]) for one in (wrong, heat)), strict=True
+    )
+    for found, expected in pairs:
+        target.same(found, expected)
+    arguments = inputs.differentiable | inputs.options | case.keywords | {"target": inputs.target}
+    found, expected = (getattr(xent, function)(**arguments | {"temperature": one}) for one in (wrong, heat))
+    np.testing.assert_array_equal(found[:2], expected[:2])
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    place = np.argwhere(~unused)[-1]
+    wrong[tuple(place)] = 0
+    message = re.escape(f"temperature must be > 0 in every row, got 0.0 at {place.tolist()}")
+    with pytest.raises(ValueError, match=message):
+        results_of(target, case, inputs, temperature=target.arrays(wrong)[0])
+    with pytest.raises(ValueError, match=message):
+        getattr(xent, function)(**arguments | {"temperature": wrong})
 
 
 def test_huge_temperature_gives_zero_divergence(target: Target) -> None:

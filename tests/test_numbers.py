@@ -38,6 +38,25 @@ def test_numpy_numbers(target: Target, function: str, option: str, kind: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("function", "option"), PLACES)
+def test_numbers_of_16_bits_are_not_rounded_again(target: Target, function: str, option: str, dtype: str) -> None:
+    arrays = target.arrays(*((HIDDEN, CLASSIFIER) if function.startswith("linear") else (LOGITS,)))
+    (classes,), (value,) = target.arrays(CLASSES), target.arrays(np.array(0.3), dtype=dtype)
+    (upstream,) = target.arrays(np.ones(4) if function in LOG_PROBS else np.ones(()))
+
+    def results(number: Any) -> Any:
+        def run(*given: Any) -> Any:
+            return (getattr(xent, function)(*given, classes, backend=target.name, **{option: number}),)
+
+        (values,), gradients = target.harness.gradients(run, arrays, (upstream,))
+        return values, *gradients
+
+    exact = float(target.harness.numpy(value))
+    for found, expected in zip(results(value), results(exact), strict=True):
+        target.close(found, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("option", ["logit_scale", "softcap"])
 @pytest.mark.parametrize("function", LOG_PROBS)
 def test_scales_of_16_bits_are_divided_by_a_temperature_without_rounding(
@@ -142,6 +161,48 @@ def test_a_normalizer_below_the_normal_numbers_gives_no_nan(target: Target) -> N
             expected_error(error)
             continue
         assert not gradient.any()
+
+
+LARGE_FACTORS: dict[str, dict[str, Any]] = {
+    "z_loss": {"z_loss": 0.5, "size": 300, "normalizer": 100.0},
+    "z_loss, larger": {"z_loss": 50.0, "size": 300, "normalizer": 1e4},
+    "smoothing, weight": {"label_smoothing": 0.1, "weight": 1e4, "size": 1},
+    "smoothing, weight, classifier": {"label_smoothing": 0.1, "weight": 10.0, "size": 300},
+    "probabilities, weight": {"weight": 3e5, "size": 1},
+    "logit_scale": {"logit_scale": 2e5, "size": 1e-4},
+}
+
+
+@pytest.mark.parametrize("name", LARGE_FACTORS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_float16_gradients_do_not_overflow_before_the_division(target: Target, function: str, name: str) -> None:
+    """The gradients of one row would be infinite in float16, but not those of the mean."""
+    rng, options = np.random.default_rng(0), dict(LARGE_FACTORS[name])
+    hidden, classifier = rng.normal(size=(16, 32)) * 0.3, rng.normal(size=(64, 32)) * options.pop("size")
+    is_linear, classes = function.startswith("linear"), rng.integers(0, 64, 16)
+    placed: dict[str, Any] = {"target": classes}
+    if "weight" in options:
+        placed["weight"] = rng.random(64) * options["weight"]
+        placed["weight"][classes] = 1e-3
+    if name.startswith("probabilities"):
+        placed["target"] = rng.dirichlet(np.ones(64), 16)
+    options |= dict(zip(placed, target.arrays(*placed.values()), strict=True))
+    arrays = target.arrays(*((hidden, classifier) if is_linear else (hidden @ classifier.T,)), dtype="float16")
+    wide = target.arrays(*map(target.harness.numpy, arrays))
+    upstream = target.arrays(np.ones(()))
+
+    def run(*given: Any) -> Any:
+        return (getattr(xent, function)(*given, **options, backend=target.name),)
+
+    def unfused(*given: Any) -> Any:
+        logits = target.harness.linear(*given, None) if is_linear else given[0]
+        return (target.harness.unfused_loss(logits, **options),)
+
+    found = target.harness.gradients(run, arrays, upstream)[1]
+    expected = map(target.harness.numpy, target.harness.gradients(unfused, wide, upstream)[1])
+    for one, other in zip(map(target.harness.numpy, found), expected, strict=True):
+        assert np.abs(other).max() < 6e4
+        assert np.linalg.norm(one - other) <= 0.05 * np.linalg.norm(other)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf])

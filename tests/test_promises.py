@@ -296,6 +296,40 @@ def test_row_of_minus_infinity(target: Target) -> None:
     np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss)), [True, False])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_hidden_states_of_width_0(target: Target, biased: bool, dtype: str) -> None:
+    """Their logits are 0, or the bias."""
+    bias, classes = np.random.default_rng(0).normal(size=7) * biased, np.array([1, -100, 6, 0, 3])
+    arrays = target.arrays(np.zeros((5, 0)), np.zeros((7, 0)), *[bias] * biased, dtype=dtype)
+    (ids,), (weight,) = target.arrays(classes), target.arrays(np.ones((7, 3)), dtype=dtype)
+    (logits,) = target.arrays(np.broadcast_to(target.numbers(arrays[-1]) if biased else 0.0, (5, 7)) * 1.0)
+
+    def run(function: str, *given: Any, **more: Any) -> Any:
+        named = dict(zip(("input", "linear_weight", "linear_bias"), given, strict=False))
+        return getattr(xent, function)(**named, **more, backend=target.name)
+
+    (one,) = target.arrays(np.ones(()))
+    options = {"target": ids, "z_loss": 0.1}
+    (loss,), gradients = target.harness.gradients(
+        lambda *given: (run("linear_cross_entropy", *given, **options),), arrays, (one,)
+    )
+    (expected,), (of_logits,) = target.harness.gradients(
+        lambda given: (xent.cross_entropy(given, ids, z_loss=0.1, backend=target.name),), (logits,), (one,)
+    )
+    target.close(loss, expected, rtol=1e-6)
+    assert [tuple(one.shape) for one in gradients[:2]] == [(5, 0), (7, 0)]
+    if biased:
+        close = {"rtol": 1e-2, "atol": 1e-3} if dtype != "float32" else {"rtol": 1e-5, "atol": 1e-7}
+        target.close(gradients[2], target.numbers(of_logits).sum(0), **close)
+    target.close(
+        run("linear_log_probs", *arrays, target=ids), xent.log_probs(logits, ids, backend=target.name), rtol=1e-5
+    )
+    student, teacher = target.arrays(np.ones((5, 3)), dtype=dtype)[0], xent.LinearTeacher(*arrays)
+    found = xent.linear_divergence(student, weight, teacher, backend=target.name)
+    target.close(found, xent.divergence(logits * 0, logits, backend=target.name), rtol=1e-5, atol=1e-6)
+
+
 def test_impossible_target_has_infinite_loss_and_finite_gradient(target: Target) -> None:
     values = np.array([[0.0, -np.inf, 1.0], [0.0, 1.0, 2.0]])
     logits, classes = target.arrays(values, np.array([1, 1]))

@@ -138,8 +138,6 @@ class _Rows:
         target, activation, self.options = call.target, call.activation, call.options
         options, shift, z = self.options, self.options.shift, _raw(call.source)
         assert isinstance(shift, int)
-        if activation.temperature is not None:
-            check_temperature(np.asarray(activation.temperature), shift)
         self.shape, vocabulary = z.shape[:-1], z.shape[-1]
         count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
         here = np.arange(length) + shift
@@ -162,6 +160,10 @@ class _Rows:
             self.ignored = self.ignored | (weight == 0)
         else:
             ids = moved(target.ids)
+            if activation.temperature is not None:
+                check_temperature(
+                    np.asarray(activation.temperature), np.asarray(target.ids), options.ignore_index, shift
+                )
             check_targets(np.asarray(target.ids), vocabulary, options.ignore_index, shift)
             self.ignored = self.ignored | (ids == options.ignore_index)
             ids = np.where(self.ignored, 0, ids)

@@ -5,6 +5,7 @@ Values are checked on the CPU, as NumPy arrays: for NumPy calls, on PyTorch's CP
 
 import math
 import numbers
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -166,7 +167,12 @@ def _is_tracing(framework: str | None) -> bool:
 
 
 def check_int(name: str, value: Any, allowed: str = "an int,", least: int | None = None) -> int:
-    """Return an integer of Python or NumPy as one of Python. Raise TypeError, or ValueError if it is below `least`."""
+    """Return an integer of Python or NumPy as one of Python. Raise TypeError, or ValueError if it is below `least`.
+
+    One that torch.export traces becomes a constant.
+    """
+    if type(value).__name__ == "SymInt":
+        value = operator.index(value)
     if not _is_int(value) or (least is not None and value < least):
         raise (ValueError if _is_int(value) else TypeError)(f"{name} must be {allowed} got {shown(value)}")
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
@@ -258,11 +264,14 @@ def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> N
         )
 
 
-def check_temperature(temperature: Any, shift: int) -> None:
-    """Raise ValueError for the first temperature that a row uses and that is not > 0."""
-    place = _first(~(temperature > 0), shift if temperature.ndim else 0)
+def check_temperature(temperature: Any, ids: Any, ignore_index: int, shift: int) -> None:
+    """Raise ValueError for the first temperature that is not > 0, of a row that has a target.
+
+    `temperature` is that of each target in `ids`, or 0-d.
+    """
+    place = _first(~(temperature > 0) & (ids != ignore_index), shift)
     if place is not None:
-        found = temperature[tuple(place)]
+        found = np.broadcast_to(temperature, ids.shape)[tuple(place)]
         raise ValueError(f"temperature must be > 0 in every row, got {found} at {place or 'its row'}")
 
 

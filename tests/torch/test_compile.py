@@ -409,6 +409,65 @@ def test_compiles_with_a_number_as_normalizer(target: Target, normalizer: float)
     )
 
 
+INTEGERS: dict[str, tuple[int, ...]] = {
+    "ignore_index": (-100, 3, 5, 0),
+    "axis": (1, -1, 0),
+    "softcap": (30, 40, 50),
+    "label_smoothing": (0, 1, 0),
+    "shift": (0, 1, 2),
+    "workspace": (100, 900, 300),
+    "shift of heads": (0, 1, 2),
+    "temperature": (1, 2, 3),
+    "beta": (0, 1, 0),
+}
+
+
+@pytest.mark.parametrize("option", INTEGERS)
+def test_compiles_with_an_integer_that_changes(target: Target, option: str) -> None:
+    """Dynamo makes an integer symbolic that has changed, and so does torch.export if its dimension is dynamic."""
+    x, w, y = drawn(target)
+    square, heads = x @ x.T, torch.stack([x, -x])
+
+    def results(x: Tensor, w: Tensor, square: Tensor, heads: Tensor, value: int) -> Tensor:
+        named: dict[str, Any] = {option: value, "backend": target.name}
+        if option == "axis":
+            return xent.cross_entropy(square, y % 6, **named)
+        if option == "shift of heads":
+            named = {"shift": (value, value + 1), "head_weight": (value + 1, 2), "backend": target.name}
+            return xent.linear_cross_entropy(heads, w, y, **named)
+        if option in ("shift", "workspace"):
+            return xent.linear_cross_entropy(x, w, y, **named)
+        if option == "temperature":
+            return xent.linear_log_probs(x, w, y, **named).sum()
+        return xent.divergence(x, -x.detach(), **named) if option == "beta" else xent.cross_entropy(x, y % 8, **named)
+
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, w, square, heads)]
+    compiled = torch.compile(results, fullgraph=True, backend="aot_eager")
+    for value in INTEGERS[option]:
+        found, expected = (function(*leaves, value) for function in (compiled, results))
+        torch.testing.assert_close(found, expected)
+        gradients = (torch.autograd.grad(one, leaves, allow_unused=True) for one in (found, expected))
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_with_an_integer_that_is_a_size(target: Target, strict: bool) -> None:
+    """It becomes a constant of the program, as everything that is no tensor."""
+
+    class Loss(torch.nn.Module):
+        def forward(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            sizes: dict[str, Any] = {
+                "ignore_index": w.shape[0] - 1,
+                "workspace": 100 * x.shape[0],
+                "shift": x.shape[0] - 4,
+            }
+            return xent.linear_cross_entropy(x, w, y, backend=target.name, **sizes)
+
+    leaves, free = tuple(one.detach() for one in drawn(target)), {0: torch.export.Dim.AUTO}
+    program = torch.export.export(Loss(), leaves, dynamic_shapes=(free, free, free), strict=strict).module()
+    torch.testing.assert_close(program(*leaves), Loss()(*leaves))
+
+
 @pytest.mark.parametrize(
     *crossed(
         option=["label_smoothing", "z_loss", "softcap", "logit_scale", "normalizer"],

@@ -64,6 +64,7 @@ def test_inplace_without_rows(target: Target, reduction: str) -> None:
         torch.zeros(5, device=target.device).expand(0, 5),
         torch.zeros(1, 5, device=target.device).expand(3, 5)[:0],
         torch.zeros(2, 1, 5, device=target.device).expand(2, 4, 5)[:, :0],
+        torch.zeros(31, device=target.device).as_strided((2, 0, 1, 31), (0, 31, 0, 1)),
     ):
         leaf = empty.detach().requires_grad_()
         classes = torch.zeros(empty.shape[:-1], dtype=torch.int64, device=target.device)

@@ -36,6 +36,7 @@ from xent.core.validate import check_subset, check_support, check_targets, check
 
 __all__ = ["aligned", "gather_facts"]
 
+_LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
 _Each = Callable[[mx.array, Any], mx.array]
 
 
@@ -75,6 +76,11 @@ def _aligned(source: Source, prefix: str) -> Source:
                 f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {source.input.dtype}; "
                 f"got {array.dtype}: cast it with astype"
             )
+    if not source.input.shape[-1]:
+        # MLX cannot reshape arrays without elements. A column of zeros adds nothing to the logits.
+        shapes = (*source.input.shape[:-1], 1), (vocabulary_of(source), 1)
+        hidden, weight = (mx.zeros(shape, source.input.dtype) for shape in shapes)
+        return source._replace(input=hidden, weight=weight)
     return source
 
 
@@ -122,7 +128,8 @@ def gather_facts(call: Call) -> Facts:
         found |= _known(target, vocabulary, acc)
         invalid = found.pop("wrong") & ~ignored
     if activation.temperature is not None:
-        _check(check_temperature, [activation.temperature], min(shifts))
+        assert isinstance(call.target, (Classes, Allowed))
+        _check(check_temperature, [activation.temperature, call.target.ids], options.ignore_index, min(shifts))
         heat = each(mx.broadcast_to(activation.temperature.astype(acc), shape), 1)
         heat = mx.where(ignored, 1, mx.where(heat > 0, mx.minimum(heat, LARGEST), mx.nan))
         numbers = (activation.logit_scale, _softcap(call))
@@ -168,11 +175,15 @@ def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | Non
         weight = mx.where(invalid, mx.nan, weight)
         excluded = excluded & ~invalid
     scale = weight
-    varies = options.reduction == "mean" or options.heads is not None or options.sample_weight is not None
-    if dtype == mx.float16 and options.reduction != "none" and varies:
-        # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row weights
-        # they could overflow. So the stored gradients have row factors of at most 1.
-        largest = mx.nan_to_num(mx.abs(whole)).max()
+    if dtype == mx.float16 and options.reduction != "none":
+        # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large weights or
+        # scales they could overflow. So they are stored without 1/D, divided by a bound of their row factors.
+        others = 4 * scalar(options.z_loss, acc)  # 2 zeta lse is at most 4 zeta 2^15, the half of float16's range
+        if options.weight is not None:
+            smoothing = 1 if isinstance(call.target, Probabilities) else options.label_smoothing
+            others = others + scalar(smoothing, acc) * mx.abs(options.weight.astype(acc)).max()
+        slope = mx.maximum(mx.abs(scalar(call.activation.logit_scale, acc)), _LEAST_SCALE)
+        largest = mx.nan_to_num(mx.abs(whole) + others * mx.abs(weight)).max() * slope
         size = mx.where(largest == 0, 1, largest)
         scale = weight / size
         deferred = size if divisor is None else mx.where(divisor == 0, 0, size / divisor)
@@ -236,6 +247,8 @@ def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
 def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
     """Return `xent.backends.mlx.kernels.Facts.numbers`, (8,)."""
     vocabulary, smoothing = vocabulary_of(call.source), call.options.label_smoothing
+    if isinstance(smoothing, mx.array):  # a 16-bit dtype would round the quotient
+        smoothing = smoothing.astype(dtype)
     total: Any = vocabulary if class_weight is None else class_sum(class_weight)
     scale, spread = call.activation.logit_scale, smoothing / vocabulary
     given = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]

@@ -41,19 +41,40 @@ def _logits(source: Product, hidden: mx.array, exact: bool) -> mx.array:
         return made if bias is None else made + bias
     if not widens:
         return _product(hidden, weight.T, bias)
-    vocabulary, width = weight.shape
-    step = min(max(_CONVERTED_BYTES // (4 * width), -(-vocabulary // _MOST_RANGES)), vocabulary)
-    joined, tie = None, list[mx.array]()
-    for first in range(0, vocabulary, step):
-        some = slice(first, first + step)
+    ranges, joined, tie = _ranges(weight), None, list[mx.array]()
+    for some in ranges:
         part = mx.depends(weight[some], tie) if tie else weight[some]
         tie = [_product(hidden, part.astype(mx.float32).T, None if bias is None else bias[some])]
-        if step == vocabulary:
+        if len(ranges) == 1:
             return tie[0]
-        joined = mx.zeros((len(hidden), vocabulary)) if joined is None else joined
+        joined = mx.zeros((len(hidden), len(weight))) if joined is None else joined
         joined[:, some] = tie[0]
     assert joined is not None
     return joined
+
+
+def _ranges(weight: mx.array) -> list[slice]:
+    """Return the ranges of classes that are converted to float32 at a time."""
+    vocabulary, width = weight.shape
+    step = min(max(_CONVERTED_BYTES // (4 * width), -(-vocabulary // _MOST_RANGES)), vocabulary)
+    return [slice(first, first + step) for first in range(0, vocabulary, step)]
+
+
+def _input_gradient(grad: mx.array, weight: mx.array | QuantizedWeight) -> mx.array:
+    """Return the product (R, D) of a gradient of logits (R, V) with the classifier.
+
+    That of float16 is float32, because it could overflow before the upstream gradient and 1/D are multiplied in.
+    """
+    widens = grad.dtype == mx.float16
+    if isinstance(weight, QuantizedWeight):
+        return _quantized(weight, grad.astype(mx.float32) if widens else grad, False)
+    if not widens:
+        return grad @ weight
+    total = mx.zeros((len(grad), weight.shape[1]))
+    for some in _ranges(weight):
+        part = mx.depends(weight[some], [total])
+        total = mx.addmm(total, grad[:, some].astype(mx.float32), part.astype(mx.float32))
+    return total
 
 
 def _target_logits(source: Product, hidden: mx.array, target: mx.array) -> mx.array:
@@ -120,11 +141,7 @@ class Gradients:
             return [grad]
         made, grad = [], grad.astype(rows.dtype)
         if "input" in self._needs:
-            weight: Any = self._classifier
-            part = _quantized(weight, grad, False) if isinstance(weight, QuantizedWeight) else grad @ weight
-            part = mx.where(excluded[:, None], 0, part)
-            # Before the upstream gradient is multiplied in, float16 could overflow.
-            self._rows.append(part.astype(mx.float32) if part.dtype == mx.float16 else part)
+            self._rows.append(mx.where(excluded[:, None], 0, _input_gradient(grad, self._classifier)))
             made.append(self._rows[-1])
         if "weight" in self._needs:
             # NaN in hidden states of excluded rows must not reach the gradient of the weight as 0 * NaN.

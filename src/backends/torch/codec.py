@@ -4,6 +4,7 @@ Every value is a field of a NamedTuple and is found by its name. So a new option
 """
 
 import json
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -47,7 +48,11 @@ def split(call: Call, tensors: list[Tensor]) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
+    """Return a split call as JSON. `float.hex` is exact.
+
+    `float.hex` and `operator.index` make torch.compile treat a number as a constant: a call with another one is
+    compiled again. Dynamo makes a number symbolic that has changed, and would not trace `str` of it.
+    """
     if isinstance(value, _Slot):
         return '{"slot":' + str(value.place) + "}"
     if isinstance(value, _RECORDS):
@@ -61,8 +66,10 @@ def text(value: Any) -> str:
         return '"' + value + '"'
     if value is None:
         return "null"
-    if isinstance(value, (bool, int)):
+    if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, int):
+        return str(operator.index(value))
     return f'"{value.group_name}"'  # a process group
 
 

@@ -72,11 +72,24 @@ def backward(
 
     `asked`: those of the plan, or of class probabilities alone.
     """
-    setting = plan.setting(call, upstream)
+    setting, factor = plan.setting(call, upstream), None
     gradients: list[Tensor | None] = [None] * len(setting.needs)
+    without_scale = setting
+    if asked[-1] and setting.compute == torch.float16:
+        # The factor s is multiplied in later: with it, the terms of the scale's gradient could underflow.
+        factor = call.activation.logit_scale
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, dtype=torch.float32, device=setting.device)
+        divided = [None if gradient is None else gradient / factor for gradient in upstream]
+        without_scale = setting._replace(upstream=Upstream(*divided))
     if any(asked[:-2]) or asked[-1]:
-        gradients = _run(setting, plan, reuse, saved)[1]
+        gradients = _run(without_scale, plan, reuse, saved)[1]
     of_scale = _scale_gradient(setting, gradients) if asked[-1] else None
+    if factor is not None and of_scale is not None:
+        of_scale *= factor
+        for gradient in gradients:
+            if gradient is not None:  # PyTorch would round a 0-d factor on an accelerator to float16 first
+                torch.mul(gradient, factor.reshape(1), out=gradient)
     gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, asked, strict=False)]
     return [*gradients, _probability_gradient(setting) if asked[-2] else None, of_scale]
 

@@ -113,9 +113,9 @@ def is_dense(tensor: Tensor) -> bool:
 def overlaps(tensor: Tensor) -> bool:
     """Whether elements may overlap in memory, as in expanded tensors and sliding windows."""
     extent = 0
+    if 0 in tensor.shape:
+        return False
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 0:
-            return False
         if size > 1:
             if stride <= extent:
                 return True

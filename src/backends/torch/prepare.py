@@ -253,7 +253,7 @@ def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
     check_options("torch", {name: value for name, value in given.items() if not isinstance(value, Tensor)})
     cap, scale = given.pop("softcap"), given.pop("logit_scale")
     cap = cap.clamp(max=LARGEST) if isinstance(cap, Tensor) else bounded(cap)
-    if trains_scale and compute_of(call.source) != torch.float16:
+    if trains_scale:
         least = _LEAST[acc]
         if isinstance(scale, Tensor):
             scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)

@@ -10,7 +10,7 @@ from xent.backends.torch.memory import cast, span
 from xent.core.call import Product
 from xent.core.chunks import MOST_ROUNDED_SUMS
 
-__all__ = ["Classifier", "ProductSum", "kept_dtype", "padded_columns", "rounds_sums"]
+__all__ = ["Classifier", "ProductSum", "float_product", "kept_dtype", "padded_columns", "rounds_sums"]
 
 _ALIGNED, _PADDED = 8, 64  # elements
 _TILE_BYTES = 2 * 2**20
@@ -96,6 +96,18 @@ class Classifier:
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a gradient is stored until the backward pass; float16 could overflow before 1/D."""
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def float_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, in float32 if they are float16: a gradient could overflow before it is divided by D."""
+    if left.dtype != torch.float16:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    made = left.new_zeros((len(left), right.shape[1]), dtype=torch.float32)
+    for tile in _tiles(right):
+        made.addmm_(left[:, tile].float(), right[tile].float())
+    return made
 
 
 def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) -> bool:

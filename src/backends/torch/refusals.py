@@ -117,7 +117,9 @@ def check_rows(call: Call, size: int, shift: int) -> None:
     """Raise errors for values whose position the steps cannot name, because they see one axis of rows."""
     target, temperature = call.target, call.activation.temperature
     if temperature is not None:
-        validate.check_temperature(temperature.double().cpu().numpy(), shift)
+        assert isinstance(target, (Classes, Allowed))
+        arrays = temperature.double().cpu().numpy(), target.ids.cpu().numpy()
+        validate.check_temperature(*arrays, call.options.ignore_index, shift)
     if isinstance(target, Allowed):
         classes, offsets = (array.to(torch.int64).cpu().numpy() for array in (target.classes, target.offsets))
         validate.check_support(classes, offsets[:-1], offsets[1:], size)

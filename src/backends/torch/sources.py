@@ -13,7 +13,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Block, Part, Schedule, Selected, Setting, Steps, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
 from xent.backends.torch.portable.rows import index_of
-from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
+from xent.backends.torch.products import Classifier, ProductSum, float_product, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
@@ -233,7 +233,7 @@ class Computed(Stored):
             if part.rows is None and of_input.dtype == grad.dtype:
                 torch.mm(grad, self._classifier.padded, out=of_input[part.start : part.stop])
             else:
-                part.put(grad @ self._classifier.padded, of_input)
+                part.put(float_product(grad, self._classifier.padded), of_input)
         if part.last:
             self._send()
         if of_weight is not None:

@@ -13,7 +13,7 @@ from xent.backends.torch.contract import CONSTANTS, Part, Setting, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.plan import Plan
-from xent.backends.torch.portable.rows import impossible, weights_of
+from xent.backends.torch.portable.rows import impossible, options_of_float16, weights_of
 from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.sums import divisor_kernel
 from xent.backends.triton.launches import (
@@ -131,20 +131,23 @@ class Inputs:
         in_float16, shards, device = self.setting.in_float16, self.setting.call.shards, self.device
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=device)
-        weight = rows.class_weight if self.limit != _NO_LIMIT else None
-        if shards is not None and weight is not None and (in_float16 or normalizer is None):
-            of_targets = weights_of(weight, cast(rows.target, torch.int64), shards)
-            weights = of_targets if rows.sample_weight is None else of_targets * rows.sample_weight
-            rows = rows._replace(sample_weight=weights)
-        if rows.class_weight is not None:
-            rows = rows._replace(class_weight=weight if shards is None else None)
+        weight = rows.class_weight if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
+        if shards is not None and weight is not None:
+            weight = weights_of(weight, cast(rows.target, torch.int64), shards)
+        bound = options_of_float16(self.setting, rows.class_weight) if in_float16 else (0.0, 1.0)
+        (others, scale), numbers = floats_of(bound, device)
+        if weight is not rows.class_weight:
+            rows = rows._replace(class_weight=weight)
         divisor = torch.empty(3, dtype=torch.float32, device=device)
         block = min(next_power_of_2(max(self.count, 16)), 4096)
         launches, key = self.decisions.launches, ("divisor", in_float16, block)
         if key not in launches:
-            constants = {"FLOAT16": in_float16, "BLOCK": block}
+            constants = {"FLOAT16": in_float16, "OF_ROWS": shards is not None, "BLOCK": block}
             launches[key] = Launch(divisor_kernel, constants, num_warps=4 if block <= 1024 else 16)
-        launches[key](device, 1, rows, normalizer, divisor, self.counted, self.count, self.ignore_index, self.limit)
+        launches[key](
+            *(self.kind, 1, rows, normalizer, divisor, self.counted, self.count, self.ignore_index, self.limit),
+            *(others, scale, numbers),
+        )
         return divisor
 
     def rows_of(self, part: Part, start: int = 0) -> tuple[Rows, int, Any]:

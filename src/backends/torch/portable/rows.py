@@ -39,6 +39,7 @@ __all__ = [
     "impossible",
     "index_of",
     "masked",
+    "options_of_float16",
     "probabilities",
     "some",
     "times",
@@ -51,6 +52,7 @@ Index = slice | Tensor
 
 _FIRST = 1024  # classes whose largest logit becomes the peak
 _LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most 11.1 above the peak
+_LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
 _LOWEST = -1000.0  # e^x is 0 far above; 0 times infinity would be NaN
 
 _OF_ROWS = ("target", "ids", "log_probs", "begin", "end", "order", "weight", "scale", "ignored", "invalid", "excluded")
@@ -132,9 +134,10 @@ class Facts:
         if divisor is not count:
             self.excluded = some(self.scale == 0)
         if setting.in_float16:
-            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
-            # weights they could overflow. So the stored gradients have row factors of at most 1.
-            size = F.pad(whole.abs().nan_to_num(), (0, 1)).amax()
+            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large weights
+            # or scales they could overflow. So they are stored without 1/D, divided by a bound of their row factors.
+            others, slope = options_of_float16(setting, self.class_weight)
+            size = F.pad((whole.abs() + others * weight.abs()).nan_to_num(), (0, 1)).amax() * slope
             size = torch.where(size == 0, 1, size)
             self.scale, self.deferred = self.weight / size, size / self.divisor
         if given is not None:
@@ -236,6 +239,26 @@ def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
 
         found = add_up(found, shards.group).wait()
     return found
+
+
+def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[Any, Any]:
+    """Return o and s, numbers or 0-d: s a_i (w_y + o) is the size of a row's gradient, without 1/D.
+
+    o is for label smoothing, class probabilities and z-loss, s for the logit scale. lse is not known yet: with 4 zeta
+    for 2 zeta lse, a gradient is at most lse / 2 times that size, and float16 logits are below 2^16.
+    """
+    options, target, scale = setting.call.options, setting.call.target, setting.call.activation.logit_scale
+    others = 4 * options.z_loss
+    smoothing: Any = 1 if isinstance(target, Probabilities) else options.label_smoothing
+    if class_weight is not None and smooths(smoothing):
+        heaviest = F.pad(class_weight.abs(), (0, 1)).amax()
+        if setting.call.shards is not None:
+            from xent.backends.torch.shards.collectives import add_up
+
+            heaviest = add_up(heaviest, setting.call.shards.group).wait()  # an upper bound
+        others = others + smoothing * heaviest
+    size = scale.abs().clamp(min=_LEAST_SCALE) if isinstance(scale, Tensor) else max(abs(scale), _LEAST_SCALE)
+    return others, size
 
 
 def tolerance(teacher: TopK) -> float:

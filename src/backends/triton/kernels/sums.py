@@ -263,27 +263,35 @@ def join_kernel(
 
 @kernel
 def divisor_kernel(
-    rows,  # without a divisor; with class weights if rows count with those of their targets
+    rows,  # without a divisor; with class weights, (C,) or of each row's target, if rows count with them
     normalizer,  # (): the divisor; None for the sum of the row weights
     divisor,  # see `Rows.divisor`
     counted,  # () int64: number of rows with a target; or None
     count: "i64",
     ignore_index: "i64",
     limit: "i64",
+    others: "fp32",  # see `xent.backends.torch.portable.rows.options_of_float16`, like scale
+    scale: "fp32",
+    numbers,  # (2,) float32: both, if one is a tensor; or None
     FLOAT16: tl.constexpr,  # gradients of the forward pass are float16
+    OF_ROWS: tl.constexpr,  # class weights are those of the rows
     BLOCK: tl.constexpr,
 ):
     """Compute the divisor and the count. One program sums all rows in a fixed order."""
     sums = tl.zeros([BLOCK], tl.float32)
     sizes = tl.zeros([BLOCK], tl.float32)
     rows_counted = tl.zeros([BLOCK], tl.int64)
+    if numbers is not None:
+        others = tl.load(numbers)
+        scale = tl.load(numbers + 1)
     for first in range(0, count, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        y, weighted, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
+        y, a, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
+        weighted = a
         if rows.class_weight is not None:
-            weighted *= tl.load(rows.class_weight + y)
+            weighted *= load(rows.class_weight + (row if OF_ROWS else y), row < count, 0.0)
         sums += tl.where(wrong, 0.0, weighted)
-        size = tl.abs(weighted)
+        size = tl.abs(weighted) + others * tl.abs(a)
         sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
         rows_counted += tl.where(ignored, 0, 1)
     d = tl.sum(sums, 0)
@@ -292,9 +300,9 @@ def divisor_kernel(
     of_rows = d
     rest = tl.full((), 1.0, tl.float32)
     if FLOAT16:
-        # In float16, gradients divided by D could underflow before a loss scale is applied, and weights could make
-        # them overflow. So gradients are stored with row factors of at most 1, and `rest` is the remaining factor.
-        largest = tl.max(sizes, 0)
+        # In float16, gradients divided by D could underflow before a loss scale is applied, and weights or scales could
+        # make them overflow. So they are divided by a bound of their row factors; `rest` is the remaining factor.
+        largest = tl.max(sizes, 0) * scale
         largest = tl.where(largest == 0, 1.0, largest)
         rest = tl.where(d == 0, 0.0, tl.div_rn(largest, tl.where(d == 0, 1.0, d)))
         of_rows = tl.where(d == 0, 0.0, largest)
