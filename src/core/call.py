@@ -322,7 +322,9 @@ def framework_of(value: Any) -> str | None:
             import torch
         except ImportError:
             return None
-        return "torch" if isinstance(value, (torch.Tensor, ArraySlot)) else None
+        if isinstance(value, torch.Tensor):
+            return "torch"
+        return "torch" if isinstance(value, ArraySlot) else None
     if any((base.__module__, base.__name__) == ("mlx.core", "array") for base in type(value).__mro__):
         return "mlx"
     return None

@@ -149,7 +149,9 @@ def test_gradient_of_a_scale(target: Target, values: Callable[..., Any], functio
     gradients = torch.autograd.grad(found, leaves, upstream_of(found))
     assert abs(float(gradients[0] - truth[0])) <= allowed
     for one, other in zip(gradients[1:], truth[1:], strict=True):
-        least = max(8 * eps * float(other.abs().max()), 2e-18)  # scales near 0 are replaced by 2^-60
+        # Scales near 0 are replaced by 2^-60. Numbers below the normal ones are a spacing apart.
+        spacing = eps * torch.finfo(getattr(torch, dtype)).smallest_normal
+        least = max(8 * eps * float(other.abs().max()), 2e-18, spacing)
         torch.testing.assert_close(one.double(), other, rtol=8 * eps, atol=least)
     (alone,) = asking(scale)  # without other gradients
     (gradient,) = torch.autograd.grad(found := loss(alone, *sources), alone, upstream_of(found))

@@ -8,13 +8,11 @@ from a call with numbers, which their text contains.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from xent.backends.torch.codec import Places
 from xent.backends.torch.contract import CONSTANTS, Setting, Upstream, columns
 from xent.core.call import (
     Allowed,
-    ArraySlot,
     Call,
     Classes,
     Dense,
@@ -108,7 +106,7 @@ def leaves_of(call: Call) -> tuple[Any, ...]:
 def asked_of(leaves: tuple[Any, ...]) -> Asked:
     """Return which gradients are asked for."""
     enabled = torch.is_grad_enabled()
-    return tuple([enabled and isinstance(leaf, (Tensor, ArraySlot)) and leaf.requires_grad for leaf in leaves])
+    return tuple([enabled and getattr(leaf, "requires_grad", False) for leaf in leaves])
 
 
 def compute_of(source: Source) -> torch.dtype:

@@ -19,7 +19,6 @@ from xent.backends.torch.portable.rows import weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
-    ArraySlot,
     Call,
     Classes,
     Dense,
@@ -62,7 +61,7 @@ def classes_last(call: Call) -> Call:
     """Return the call with the classes of logits, and of class probabilities, on the last axis."""
     source, target = call.source, call.target
     if isinstance(source, Given):
-        if isinstance(target, Probabilities):
+        if isinstance(target, Probabilities) and source.axis != source.logits.dim() - 1:
             target = replaced(target, values=target.values.movedim(source.axis, -1))
         source = _moved(source)
     if isinstance(target, Dense) and isinstance(target.source, Given):
@@ -71,6 +70,8 @@ def classes_last(call: Call) -> Call:
 
 
 def _moved(given: Given) -> Given:
+    if given.axis == given.logits.dim() - 1:
+        return given
     return replaced(given, logits=given.logits.movedim(given.axis, -1), axis=given.logits.dim() - 1)
 
 
@@ -129,7 +130,7 @@ def _reads(call: Call) -> bool:
     """Return whether a number is a tensor."""
     activation, options = call.activation, call.options
     numbers = (activation.logit_scale, activation.softcap, options.label_smoothing, options.z_loss, options.normalizer)
-    return any(isinstance(number, (Tensor, ArraySlot)) for number in numbers)
+    return any(hasattr(number, "requires_grad") for number in numbers)
 
 
 def shaped(results: list[Tensor], rows: tuple[int, ...], options: Options) -> tuple[Tensor, Stats]:

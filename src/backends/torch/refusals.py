@@ -1,5 +1,7 @@
 """Clear errors for gradients, transforms and values that would give wrong numbers, or errors about internals."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -54,8 +56,8 @@ _ALLOWED = ("logits", "input", "linear_weight", "linear_bias", "teacher.weight",
 """What may require a gradient. That of a teacher's classifier, which may be a parameter, is ignored."""
 
 
-def named(call: Call) -> dict[str, Tensor]:
-    """Return the tensors of a call by the caller's names of them."""
+def named(call: Call, kind: Any = Tensor) -> dict[str, Any]:
+    """Return the tensors of a call, or what is of another `kind`, by the caller's names of them."""
     source, target, activation, options, _ = call
     found = {"logits": source.logits} if isinstance(source, Given) else _of_product(source, "", "linear_")
     if isinstance(target, Dense):
@@ -73,7 +75,7 @@ def named(call: Call) -> dict[str, Tensor]:
     found |= fields_of(activation)
     for name in ("weight", "sample_weight", "normalizer", "label_smoothing", "z_loss"):
         found[name] = getattr(options, name)
-    return {name: value for name, value in found.items() if isinstance(value, (Tensor, ArraySlot))}
+    return {name: value for name, value in found.items() if isinstance(value, kind)}
 
 
 def _of_product(source: Product, prefix: str, of_weight: str) -> dict[str, Tensor | None]:
@@ -81,12 +83,12 @@ def _of_product(source: Product, prefix: str, of_weight: str) -> dict[str, Tenso
 
 
 def refuse(call: Call, traced: bool) -> None:
-    """Raise ValueError for a tensor that requires a gradient, and gets none.
+    """Raise ValueError for a tensor, or outside of tracers its slot, that requires a gradient, and gets none.
 
     Of a `traced` call, raise NotImplementedError in forward mode and under torch.jit.trace, where the results would be
     treated as constants. `Loss` refuses other transforms; those that Dynamo traces are seen when the call runs.
     """
-    tensors = named(call)
+    tensors = named(call, Tensor if traced else ArraySlot)
     taught = isinstance(call.target, (Dense, TopK))
     allowed: tuple[str, ...] = _ALLOWED
     if call.shards is None and not taught:
