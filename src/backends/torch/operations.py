@@ -22,7 +22,8 @@ from xent.backends.torch.memory import cast, gradient_like
 from xent.backends.torch.plan import Plan, asked_of, compute_of, leaves_of, made_first
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
-from xent.core.call import ArraySlot, Call, Dense, Given, TopK, array_of
+from xent.backends.torch.signature import slot_of
+from xent.core.call import Call, Dense, Given, TopK, array_of
 from xent.core.signature import binder
 
 __all__ = ["decided"]
@@ -53,19 +54,11 @@ def _planned(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
     if planned is None:
         if len(_PLANS) >= _MOST:
             _PLANS.clear()
-        is_new, call = True, parse(form, [_slot(place, tensor) for place, tensor in enumerate(tensors)])
+        is_new, call = True, parse(form, [slot_of(place, tensor) for place, tensor in enumerate(tensors)])
         plan = Plan(call, tuple(asked) or (False,) * len(leaves_of(call)), kernel, skips)
         planned = _PLANS[key] = plan, binder(call)
     plan, bind = planned
     return plan, bind(tensors), is_new
-
-
-def _slot(place: int, tensor: Tensor) -> ArraySlot:
-    """Return the slot of a tensor. Its last axis may be one of classes."""
-    sizes = [None] * tensor.dim()
-    sizes[-1:] = tensor.shape[-1:]
-    aligned = tensor.data_ptr() % 16 == 0
-    return ArraySlot(place, tuple(sizes), (), tensor.dtype, tensor.device, False, tensor.is_contiguous(), aligned)
 
 
 def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
@@ -157,7 +150,8 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
         return tuple(torch.ops.xent.compute(form, list(asked), kernel, skips, list(tensors)))
     wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
     try:
-        made = Loss.apply(Plan(call, asked, kernel, skips, form), *wanted, *tensors)
+        slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
+        made = Loss.apply(Plan(parse(form, slots), asked, kernel, skips, form), *wanted, *tensors)
     except RuntimeError as error:
         if "unctionalize" not in str(error):
             raise

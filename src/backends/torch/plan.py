@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xent.backends.torch.codec import Places
+from xent.backends.torch.codec import Places, places_of
 from xent.backends.torch.contract import CONSTANTS, Setting, Upstream, columns
 from xent.core.call import (
     Allowed,
@@ -41,6 +41,8 @@ class Plan:
         `skips`: whether ignored rows may be left out of matrix products, for which the host may have to wait. `form`:
         the text of the call if its passes are custom operations.
         """
+        if places_of(call):
+            raise TypeError("a plan is made from slots, and the call has tensors")
         self.call, self.asked, self.kernel, self.skips, self.form = call, asked, kernel, skips, form
         options, source, target = call.options, call.source, call.target
         self.names = ("loss", *options.stats)

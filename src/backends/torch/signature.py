@@ -22,7 +22,7 @@ from xent.core.signature import Function, bucket
 from xent.core.spec import LinearTeacher, Subset, Support, TopKTeacher, VocabParallel
 from xent.core.validate import RANGES, number_of
 
-__all__ = ["Signature", "is_plain_here", "signature_of", "stand_ins"]
+__all__ = ["Signature", "signature_of", "slot_of", "stand_ins"]
 
 Signature = tuple[Any, ...]
 
@@ -42,7 +42,7 @@ class _NotPlain(Exception):
     """The call has no signature."""
 
 
-def is_plain_here() -> bool:
+def _is_plain() -> bool:
     """Return whether nothing traces, transforms or watches operations."""
     return not (
         torch.compiler.is_compiling()
@@ -54,7 +54,7 @@ def is_plain_here() -> bool:
 
 def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signature, list[Any]] | None:
     """Return the signature of a call, and its operands: tensors, numbers and process groups. None if it has none."""
-    if not is_plain_here():
+    if not _is_plain():
         return None
     kind, axis = arguments[0].device.type, _axis(function, arguments)
     parts: list[Any] = [function.name, torch.is_grad_enabled(), axis, os.environ.get("XENT_BACKEND")]
@@ -198,3 +198,10 @@ def _slot(tensor: Tensor, name: str, place: int, axis: int) -> ArraySlot:
         place, tuple(tensor.shape), tuple(rows), tensor.dtype, tensor.device,
         tensor.requires_grad, tensor.is_contiguous(), tensor.data_ptr() % 16 == 0,
     )  # fmt: skip
+
+
+def slot_of(place: int, tensor: Tensor) -> ArraySlot:
+    """Return the slot of a tensor whose last axis may be one of classes, and no other."""
+    sizes = [None] * tensor.dim()
+    sizes[-1:] = tensor.shape[-1:]
+    return ArraySlot(place, tuple(sizes), (), tensor.dtype, tensor.device, False, False, False)

@@ -18,11 +18,13 @@ from xent.backends.torch.contract import Part, Selected, Upstream, wide
 from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.plan import Plan
 from xent.backends.torch.products import Classifier
+from xent.backends.torch.signature import slot_of
 from xent.backends.torch.sources import fold_tiles
 from xent.backends.triton.kernels.sums import join_kernel
 from xent.backends.triton.launches import cdiv, launch
 from xent.backends.triton.machine import DEVICES, multiprocessors
 from xent.core.call import Activation, Call, Classes, Options, Product
+from xent.core.signature import binder
 
 __all__ = ["fold_product", "gradient_product", "off", "product"]
 
@@ -176,11 +178,14 @@ def _probe(device: torch.device) -> str | None:
     hidden = (0.3 * numbers).cos().view(603, 136)[:200].bfloat16()
     ids = torch.arange(200, device=device) * 3
     ids[-1] = -100
-    source, options = Product(hidden, weight, None, None, "bfloat16"), Options("none", stats=("entropy",))
-    call = Call(source, Classes(ids), Activation(0.7, 4.0), options)
+    tensors = [hidden, weight, ids]
+    slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
+    source, options = Product(*slots[:2], None, None, "bfloat16"), Options("none", stats=("entropy",))
+    form = Call(source, Classes(slots[2]), Activation(0.7, 4.0), options)
     asked, results = (True, False, False, False, False), []
+    call = binder(form)(tensors)
     for kernel in ("triton", "torch"):
-        plan = Plan(call, asked, kernel, skips=False)
+        plan = Plan(form, asked, kernel, skips=False)
         loss, entropy, saved = forward(plan, call)
         ones = torch.ones_like(loss)  # the targets' gradients get a size similar to those of other classes
         grad = backward(plan, call, asked, False, saved, Upstream(ones / 16, None, None, ones))[0]
