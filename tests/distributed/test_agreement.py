@@ -33,7 +33,7 @@ def attempt(
     rows, said = mine.pop("rows"), mine.pop("vocab_parallel")
     generator = torch.Generator().manual_seed(mine.pop("seed", rank))
     call = {
-        "input": torch.randn(5, 4, generator=generator),
+        "input": torch.linspace(-1, 1, 20).view(5, 4),
         "linear_weight": torch.randn(rows, 4, generator=generator),
         "target": torch.arange(5) * 2,
         "vocab_parallel": xent.VocabParallel(members, **said) if said else members,
@@ -186,7 +186,7 @@ def collectives_of(calls: int, ranks: int, names_both: bool) -> list[str]:
 
             replace_collective(patch, kind, make)
         for step in range(calls):
-            hidden = torch.randn(40, 8, device=device(), requires_grad=True)
+            hidden = torch.linspace(-1, 1, 320, device=device()).view(40, 8).requires_grad_()
             weight = torch.randn(rows, 8, device=device(), requires_grad=True)
             target = torch.arange(40, device=device())
             target[: 5 * step] = -100

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import xent
-from tests.distributed.pool import GPUS, INTERPRETED, Pool, device, group
+from tests.distributed.pool import GPUS, Pool, device, group
 from xent.backends.torch.portable import steps
 
 ROWS, CLASSES, WIDTH, TAUGHT = 6, 10, 8, 5
 LAST = 4
 """The row that differs on the last rank."""
-BACKENDS = ("triton",) if INTERPRETED else ("auto", "torch") if GPUS else ("torch",)
+BACKENDS = ("auto", "torch") if GPUS else ("torch",)
 RANKS = (2,) if GPUS and torch.cuda.device_count() < 3 else (2, 3)
 
 
@@ -121,15 +121,18 @@ def looking(looks: bool) -> Iterator[None]:
         yield
 
 
-def call(name: str, differs: str, looks: bool, ranks: int, backend: str) -> Any:
-    """Return the losses and gradients of a call in which an array differs on the last rank, or the error's text."""
+def call(name: str, differs: str, looks: bool, ranks: int, backend: str, classes: Any = None, **options: Any) -> Any:
+    """Return the losses and gradients of a call in which an array differs on the last rank, or the error's text.
+
+    `classes`: the (first, stop) of each rank, by default its `cut`.
+    """
     rank = dist.get_rank()
     if rank >= ranks:
         return None
-    arrays, here = drawn(), cut(rank, ranks)
+    arrays, here = drawn(), cut(rank, ranks) if classes is None else slice(*classes[rank])
     if differs and rank == ranks - 1:
         arrays[differs] = changed(differs, arrays[differs])
-    arguments = arguments_of(name, arrays, here)
+    arguments = arguments_of(name, arrays, here) | options
     shards = xent.VocabParallel(group(ranks), first=here.start, size=CLASSES)
     leaves = [one for one in arguments.values() if isinstance(one, Tensor) and one.requires_grad]
     try:
@@ -144,7 +147,7 @@ def call(name: str, differs: str, looks: bool, ranks: int, backend: str) -> Any:
 CASES = [(name, differs) for name, (_, same) in CALLS.items() for differs in same]
 
 
-@pytest.mark.skipif(GPUS or INTERPRETED, reason="accelerators and their kernels do not wait for values")
+@pytest.mark.skipif(GPUS, reason="accelerators do not wait for values")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("name", "differs"), CASES)
 def test_rows_that_differ_are_an_error(pool: Pool, name: str, differs: str, ranks: int) -> None:
@@ -159,10 +162,116 @@ def test_rows_that_differ_are_an_error(pool: Pool, name: str, differs: str, rank
 @pytest.mark.parametrize(("name", "differs"), CASES)
 def test_rows_that_differ_are_nan_where_the_host_may_not_wait(pool: Pool, name: str, differs: str, ranks: int) -> None:
     for backend in BACKENDS:
-        found, equal = (pool.run(call, name, one, False, ranks, backend)[:ranks] for one in (differs, ""))
-        same = torch.arange(ROWS) != LAST
-        for mine, expected in zip(found, equal, strict=True):
-            for result, good in zip(mine[:2], expected[:2], strict=True):  # losses, and gradients of rows
-                assert result[LAST].isnan().all()
-                assert not good.isnan().any()
-                assert torch.equal(result[same], good[same])
+        check_nan(pool, name, differs, ranks, backend)
+
+
+def check_nan(pool: Pool, name: str, differs: str, ranks: int, backend: str) -> None:
+    """Check that a row that differs is NaN on all ranks, and that the other rows have the bits of an equal call."""
+    found, equal = (pool.run(call, name, one, False, ranks, backend)[:ranks] for one in (differs, ""))
+    same = torch.arange(ROWS) != LAST
+    for mine, expected in zip(found, equal, strict=True):
+        for result, good in zip(mine[:2], expected[:2], strict=True):  # losses, and gradients of rows
+            assert result[LAST].isnan().all()
+            assert not good.isnan().any()
+            assert torch.equal(result[same], good[same])
+
+
+CUTS: dict[str, tuple[list[tuple[int, int]], str]] = {
+    "overlap, although as many classes as there are": (
+        [(0, 6), (4, 8)],
+        "the shards overlap: rank 1 has classes [4, 8) and should have [6, 10), after those of rank 0",
+    ),
+    "gap": ([(0, 4), (6, 10)], "the shards leave a gap: rank 1 has classes [6, 10) and should have [4, 8), after"),
+    "gap at the end": ([(0, 5), (5, 9)], "the shards leave a gap: rank 1 has the last classes, up to 9, and should"),
+    "all classes": (
+        [(0, 10), (0, 10)],
+        "every rank has 10 classes, and vocab_parallel.size is 10: that is the whole vocabulary on each of 2 ranks",
+    ),
+    "twice": ([(0, 5), (0, 5), (5, 10)], "the shards overlap: rank 1 has classes [0, 5) and should have [5, 10)"),
+    "swapped": ([(5, 10), (0, 5)], ""),
+    "empty": ([(0, 10), (10, 10)], ""),
+    "empty within": ([(3, 3), (0, 10)], ""),
+}
+"""Name -> the classes of each rank, and the error, if there is one."""
+BY_KERNELS = ("logits", "hidden", "hidden, linear teacher")
+"""The calls for which Triton has kernels in shards: class indices and dense teachers."""
+
+
+@pytest.mark.parametrize("name", [*BY_KERNELS, "hidden, probabilities", "hidden log probs, support", "hidden, top k"])
+@pytest.mark.parametrize("how", CUTS)
+def test_ranges_that_do_not_tile_the_vocabulary(pool: Pool, how: str, name: str) -> None:
+    for backend in BACKENDS:
+        check_ranges(pool, how, name, backend)
+
+
+def check_ranges(pool: Pool, how: str, name: str, backend: str) -> None:
+    """Check that ranges that overlap or leave gaps are an error, or NaN where the host may not wait."""
+    classes, message = CUTS[how]
+    ranks = len(classes)
+    if ranks > RANKS[-1]:
+        pytest.skip("takes more GPUs")
+    alone = pool.run(call, name, "", False, 1, backend, [(0, CLASSES)])[0]
+    for loss, of_rows, *_ in pool.run(call, name, "", False, ranks, backend, classes)[:ranks]:
+        if message:
+            assert loss.isnan().all()
+            assert of_rows.isnan().all()
+        else:
+            torch.testing.assert_close(loss, alone[0], rtol=1e-5, atol=1e-6)
+    if backend == "torch" and not GPUS:
+        for rank, result in enumerate(pool.run(call, name, "", True, ranks, backend, classes)[:ranks]):
+            assert not message or result.startswith(f"rank {rank}: {message}")
+
+
+def equal_bits(name: str, ranks: int, backend: str) -> Any:
+    """Return the loss of a call whose rows are the same on all ranks, with NaN in one."""
+    rank, arrays = dist.get_rank(), drawn()
+    if rank >= ranks:
+        return None
+    arrays["input"][LAST, 0] = torch.nan
+    here = cut(rank, ranks)
+    shards = xent.VocabParallel(group(ranks), first=here.start, size=CLASSES)
+    arguments = arguments_of(name, arrays, here)
+    loss = getattr(xent, CALLS[name][0])(**arguments, vocab_parallel=shards, backend=backend)
+    loss.sum().backward()
+    grad = next(arguments[one].grad for one in ("input", "logits") if one in arguments)
+    return [one.detach().cpu().view(torch.int32).clone() for one in (loss, *([grad] if "input" in arguments else []))]
+
+
+@pytest.mark.parametrize("ranks", [1, *RANKS])
+@pytest.mark.parametrize("name", CALLS)
+def test_equal_rows_have_equal_bits_on_all_ranks(pool: Pool, name: str, ranks: int) -> None:
+    for backend in BACKENDS:
+        first, *others = pool.run(equal_bits, name, ranks, backend)[:ranks]
+        for other in others:
+            assert all(map(torch.equal, first, other))
+
+
+def ignoring(looks: bool, ranks: int, reduction: str) -> Any:
+    """Return the loss where each rank ignores another number of rows, or the error's text."""
+    rank = dist.get_rank()
+    if rank >= ranks:
+        return None
+    arrays, here = drawn(), cut(rank, ranks)
+    arguments = arguments_of("hidden", arrays, here) | {"reduction": reduction}
+    arguments["target"] = arrays["target"].clone()
+    arguments["target"][: 2 * rank + 1] = -100
+    shards = xent.VocabParallel(group(ranks), first=here.start, size=CLASSES)
+    try:
+        with looking(looks):  # parts of two rows
+            loss = xent.linear_cross_entropy(**arguments, vocab_parallel=shards, workspace=4 * CLASSES * 2)
+            loss.sum().backward()
+    except ValueError as error:
+        return str(error)
+    return loss.detach().cpu()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_ignore_other_numbers_of_rows(pool: Pool, ranks: int, reduction: str) -> None:
+    for loss in pool.run(ignoring, False, ranks, reduction)[:ranks]:
+        assert loss.isnan().any()
+    others = "1, 2" if ranks > 2 else "1"
+    for rank, text in enumerate([] if GPUS else pool.run(ignoring, True, ranks, reduction)[:ranks]):
+        assert text.startswith(
+            f"rank {rank}: target of rank {others} differs from that of rank 0, first in row 1: -100"
+        )
