@@ -121,18 +121,23 @@ def looking(looks: bool) -> Iterator[None]:
         yield
 
 
-def call(name: str, differs: str, looks: bool, ranks: int, backend: str, classes: Any = None, **options: Any) -> Any:
+def call(
+    name: str, differs: str, looks: bool, ranks: int, backend: str, classes: Any = None, ignored: bool = False
+) -> Any:
     """Return the losses and gradients of a call in which an array differs on the last rank, or the error's text.
 
-    `classes`: the (first, stop) of each rank, by default its `cut`.
+    `classes`: the (first, stop) of each rank, by default its `cut`. `ignored`: whether the row that differs has no
+    result.
     """
     rank = dist.get_rank()
     if rank >= ranks:
         return None
     arrays, here = drawn(), cut(rank, ranks) if classes is None else slice(*classes[rank])
+    if ignored:
+        arrays["target"][LAST], arrays["sample_weight"][LAST] = -100, 0
     if differs and rank == ranks - 1:
         arrays[differs] = changed(differs, arrays[differs])
-    arguments = arguments_of(name, arrays, here) | options
+    arguments = arguments_of(name, arrays, here)
     shards = xent.VocabParallel(group(ranks), first=here.start, size=CLASSES)
     leaves = [one for one in arguments.values() if isinstance(one, Tensor) and one.requires_grad]
     try:
@@ -174,6 +179,23 @@ def check_nan(pool: Pool, name: str, differs: str, ranks: int, backend: str) -> 
             assert result[LAST].isnan().all()
             assert not good.isnan().any()
             assert torch.equal(result[same], good[same])
+
+
+IGNORED = [("hidden", "input"), ("log probs", "temperature"), ("linear teacher", "teacher.input")]
+
+
+@pytest.mark.parametrize(("name", "differs"), IGNORED)
+def test_rows_without_a_result_may_differ(pool: Pool, name: str, differs: str) -> None:
+    for backend in BACKENDS:
+        check_ignored(pool, name, differs, backend)
+
+
+def check_ignored(pool: Pool, name: str, differs: str, backend: str) -> None:
+    """Check that a difference in a row without a result changes nothing."""
+    found, equal = (pool.run(call, name, one, False, 2, backend, None, True)[:2] for one in (differs, ""))
+    for mine, expected in zip(found, equal, strict=True):
+        assert all(map(torch.equal, mine, expected))
+        assert mine[0][LAST] == 0
 
 
 CUTS: dict[str, tuple[list[tuple[int, int]], str]] = {

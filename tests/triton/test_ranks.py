@@ -53,3 +53,8 @@ def test_rows_that_differ_are_nan(pool: Pool, name: str, differs: str) -> None:
 @pytest.mark.parametrize("how", ["overlap, although as many classes as there are", "all classes", "empty"])
 def test_ranges_that_do_not_tile_the_vocabulary_are_nan(pool: Pool, how: str, name: str) -> None:
     ranks.check_ranges(pool, how, name, "triton")
+
+
+@pytest.mark.parametrize(("name", "differs"), [*ranks.IGNORED, ("hidden log probs", "temperature")])
+def test_rows_without_a_result_are_not_nan(pool: Pool, name: str, differs: str) -> None:
+    ranks.check_ignored(pool, name, differs, "triton")

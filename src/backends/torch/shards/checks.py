@@ -6,6 +6,7 @@ are in none of them. Floats are compared by their bits, so that NaN equals itsel
 order of additions.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.memory import block_rows
-from xent.core.call import Allowed, Call, Classes, Dense, Product, TopK, array_of
+from xent.core.call import Allowed, Call, Classes, Dense, Probabilities, Product, TopK, array_of
 
 __all__ = ["compared", "line_checks", "range_check", "row_checks"]
 
@@ -43,16 +44,22 @@ def compared(call: Call) -> dict[str, Tensor]:
 
 
 def row_checks(call: Call, count: int) -> Tensor:
-    """Return a checksum (N,) int64 of each of the `count` rows of a prepared call."""
-    checks = torch.arange(count, device=array_of(call).device)
-    for array in compared(call).values():
-        checks = checks * _MULTIPLIER + line_checks(array)
+    """Return a checksum (N,) int64 of each of the `count` rows of a prepared call.
+
+    Ignored rows have results that depend on nothing but that they are ignored.
+    """
+    checks, ignored = torch.arange(count, device=array_of(call).device), _ignored(call)
+    for name, array in compared(call).items():
+        line = line_checks(array)
+        if ignored is not None and name not in ("target", "sample_weight"):
+            line = line.masked_fill(ignored, 0)
+        checks = checks * _MULTIPLIER + line
     return checks
 
 
-def line_checks(values: Tensor) -> Tensor:
-    """Return a checksum (N,) int64 of the bits of each row of `values`, (N,) or (N, K)."""
-    bits = values.view(_INTEGERS[values.itemsize]) if values.is_floating_point() else values.to(torch.int64)
+def line_checks(array: Tensor) -> Tensor:
+    """Return a checksum (N,) int64 of the bits of each row of an array (N,) or (N, K)."""
+    bits = array.view(_INTEGERS[array.itemsize]) if array.is_floating_point() else array.to(torch.int64)
     if bits.dim() == 1:
         return bits.to(torch.int64)
     factors = _mixed(torch.arange(1, bits.shape[1] + 1, device=bits.device)).bitwise_right_shift_(32).to(torch.int32)
@@ -62,11 +69,23 @@ def line_checks(values: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _ignored(call: Call) -> Tensor | None:
+    """Return which rows (N,) have no results; None if all have."""
+    target, options = call.target, call.options
+    if isinstance(target, (Classes, Allowed)):
+        ignored: Tensor = target.ids == options.ignore_index
+        return ignored
+    if isinstance(target, Probabilities):
+        return None if target.order is None else target.order < 0
+    return None if options.sample_weight is None else options.sample_weight == 0
+
+
 def _rows(hidden: Tensor) -> Tensor:
     """Return hidden states (..., D) as (N, D)."""
     return hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None]
 
 
+@lru_cache(maxsize=256)
 def range_check(first: int, stop: int) -> int:
     """Return a number in [-2^31, 2^31) of the classes [first, stop).
 

@@ -230,10 +230,10 @@ def _text(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _difference(name: str, values: Tensor, group: Any) -> str:
+def _difference(name: str, array: Tensor, group: Any) -> str:
     """Return in which ranks an array (N,) or (N, K) of the rows differs from that of rank 0; "" if in none."""
-    shown = values.dim() == 1 and name != "support"
-    whole = gather((values if shown else line_checks(values)).contiguous(), group).wait()
+    shown = array.dim() == 1 and name != "support"
+    whole = gather((array if shown else line_checks(array)).contiguous(), group).wait()
     bits = line_checks(whole.flatten()).view(whole.shape)
     differs = bits != bits[0]
     ranks = differs.any(-1).nonzero().flatten().tolist()

@@ -330,7 +330,7 @@ def fold_kernel(
     owned, y, w_y, a, ignored = owner(row, None, rows, ignore_index, first, width, vocabulary)
     checks = 0.0, 0.0
     if columns.check >= 0:
-        check = check_of(row, here, rows, input_checks)
+        check = check_of(row, here, ignored, rows, input_checks)
         checks = check.to(tl.float32, bitcast=True), range_check.to(tl.float32, bitcast=True)
     activation = activation_of(row, None, rows, numbers)
     place = sums + here

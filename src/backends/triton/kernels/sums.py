@@ -132,27 +132,28 @@ def owner(row, inside, rows, ignore_index, first, width, vocabulary):
 
 
 @triton.jit
-def check_of(row, here, rows, input_checks):
+def check_of(row, here, ignored, rows, input_checks):
     """Return the checksum (int32) of a row, which must be equal on all ranks; see `shards.checks.row_checks`."""
     check = row.to(tl.int32) * MULTIPLIER + tl.load(rows.target + row).to(tl.int32)
     if rows.sample_weight is not None:
         check = check * MULTIPLIER + of_row(rows.sample_weight, row, None, 0.0).to(tl.int32, bitcast=True)
     if rows.temperature is not None:
-        check = check * MULTIPLIER + of_row(rows.temperature, row, None, 0.0).to(tl.int32, bitcast=True)
+        temperature = of_row(rows.temperature, row, None, 0.0).to(tl.int32, bitcast=True)
+        check = check * MULTIPLIER + tl.where(ignored, 0, temperature)
     if input_checks is not None:
-        check = check * MULTIPLIER + tl.load(input_checks + here)
+        check = check * MULTIPLIER + tl.where(ignored, 0, tl.load(input_checks + here))
     return check
 
 
 @triton.jit
-def checked(values, places):
+def checked(block, places):
     """Return the bits of the elements of a row times odd factors of their places, int32. Their sum is its checksum."""
     factors = (places + 1).to(tl.int32) * MULTIPLIER
     factors = ((factors ^ (factors >> 15)) * MULTIPLIER) | 1
-    if values.dtype.primitive_bitwidth == 16:
-        bits = values.to(tl.int16, bitcast=True).to(tl.int32)
+    if block.dtype.primitive_bitwidth == 16:
+        bits = block.to(tl.int16, bitcast=True).to(tl.int32)
     else:
-        bits = values.to(tl.int32, bitcast=True)
+        bits = block.to(tl.int32, bitcast=True)
     return bits * factors
 
 
