@@ -135,7 +135,9 @@ def call(
     arrays, here = drawn(), cut(rank, ranks) if classes is None else slice(*classes[rank])
     if ignored:
         arrays["target"][LAST], arrays["sample_weight"][LAST] = -100, 0
-    if differs and rank == ranks - 1:
+    if differs == "ignored" and rank == ranks - 1:
+        arrays["target"][LAST] = -100
+    elif differs and rank == ranks - 1:
         arrays[differs] = changed(differs, arrays[differs])
     arguments = arguments_of(name, arrays, here)
     shards = xent.VocabParallel(group(ranks), first=here.start, size=CLASSES)
@@ -179,6 +181,12 @@ def check_nan(pool: Pool, name: str, differs: str, ranks: int, backend: str) -> 
             assert result[LAST].isnan().all()
             assert not good.isnan().any()
             assert torch.equal(result[same], good[same])
+
+
+@pytest.mark.parametrize("name", ["logits", "log probs", "log probs, support"])
+def test_a_row_that_one_rank_ignores_is_nan(pool: Pool, name: str) -> None:
+    for backend in BACKENDS:
+        check_nan(pool, name, "ignored", 2, backend)
 
 
 IGNORED = [("hidden", "input"), ("log probs", "temperature"), ("linear teacher", "teacher.input")]
