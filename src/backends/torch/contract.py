@@ -128,8 +128,8 @@ class Schedule:
     the CPU the host reads it from memory. On CUDA the number is on the device: the rows to compute are moved to the
     front, the first part starts without the number, and the host waits for it before the second part, while the device
     computes the first. A call with a single part, in a CUDA graph or in a compiled graph, computes all rows and does
-    not wait. In shards all ranks compute as many rows as the rank that has most, so that they make the same collectives
-    even if their targets differ.
+    not wait. Ranks that gather sums compute as many rows as the rank that has most, so that they make the same
+    collectives even if their targets differ.
     """
 
     def __init__(self, steps: "Steps", setting: Setting, step: int, skips: bool) -> None:
@@ -140,17 +140,18 @@ class Schedule:
         self.count = setting.count
         """The number of rows to compute; an upper bound until the host knows it."""
         on_cuda = device == "cuda" and setting.count > step and not torch.cuda.is_current_stream_capturing()
-        skips = skips and setting.count > 0 and (on_cuda or device == "cpu")
+        skips, shards = skips and setting.count > 0 and (on_cuda or device == "cpu"), setting.call.shards
+        gathers = skips and shards is not None and not (setting.upstream is not None and steps.saves)
         skippable = steps.skippable() if skips else None
-        if skips and setting.call.shards is not None and skippable is None:
+        if gathers and skippable is None:
             skippable = torch.zeros(setting.count, dtype=torch.bool, device=setting.device)
         if skippable is None:
             return
         count = (~skippable).sum()
-        if setting.call.shards is not None:
+        if gathers and shards is not None:
             from xent.backends.torch.shards.collectives import gather
 
-            count = gather(count.view(1), setting.call.shards.group).wait().amax()
+            count = gather(count.view(1), shards.group).wait().amax()
         if on_cuda:
             on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
             on_host.copy_(count, non_blocking=True)
