@@ -146,7 +146,7 @@ def check_of(row, here, ignored, rows, input_checks):
 
 
 @triton.jit
-def checked(block, places):
+def _checked(block, places):
     """Return the bits of the elements of a row times odd factors of their places, int32. Their sum is its checksum."""
     factors = (places + 1).to(tl.int32) * MULTIPLIER
     factors = ((factors ^ (factors >> 15)) * MULTIPLIER) | 1
@@ -381,7 +381,7 @@ def select_kernel(
         columns = (first + tl.arange(0, BLOCK)).to(tl.int64)
         h = tl.load(hidden + row * hidden_row + columns * hidden_column, mask=columns < size, other=0.0)
         if checks is not None:
-            check += checked(h, columns)
+            check += _checked(h, columns)
         if target_logits is not None:
             # Round to the dtype of the matrix product.
             rounded = h.to(weight.dtype.element_ty).to(tl.float32)
