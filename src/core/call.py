@@ -172,6 +172,8 @@ class Shards(NamedTuple):
     """The axis of the hidden states along which tokens are split; None if every rank has all tokens."""
     reduces: bool = True
     """Whether the call sums the gradient of the hidden states over ranks."""
+    exchanges: bool = False
+    """Whether ranks exchange their ranges and rows although `first` and `size` are known."""
 
 
 class Call(NamedTuple):

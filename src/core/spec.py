@@ -134,9 +134,10 @@ class VocabParallel:
     """A vocabulary in shards: this rank of a process group holds the classes [first, first + rows) of `size`.
 
     Each rank passes its shard: logits (..., rows), or classifier (rows, D) and bias (rows,), and its part of class
-    weights (rows,) and class probabilities (..., rows). All other arguments, targets in particular, must be the same on
-    every rank. Loss and statistics are then the same on every rank, bit for bit. Every rank of the group must make the
-    call.
+    weights (rows,) and class probabilities (..., rows). All other arguments, hidden states and targets in particular,
+    must be the same on every rank, bit for bit. Then so are loss and statistics. Every rank of the group must make the
+    call. Rows that differ, and shards that overlap or leave a gap, raise ValueError; on accelerators, if `first` and
+    `size` are passed, loss and gradient of these rows are NaN.
 
     Parameters
     ----------
@@ -148,7 +149,8 @@ class VocabParallel:
         Either all ranks pass it or none.
     size : int, optional
         V, the number of classes. Rows of a shard beyond V are padding: they have no probability and no gradient. By
-        default no shard has padding. With `first` and `size` nothing is exchanged; CUDA graphs need both.
+        default no shard has padding. With `first` and `size` nothing is exchanged, and every rank must have the same
+        number of rows; CUDA graphs need both.
     sequence_parallel : bool
         Whether the `input` of a linear loss holds only this rank's tokens, (..., T_r, D), split along that axis as
         torch.chunk splits T. Targets and sample weights are those of all T tokens. The call gathers the hidden states,

@@ -33,7 +33,7 @@ def attempt(
     rows, said = mine.pop("rows"), mine.pop("vocab_parallel")
     generator = torch.Generator().manual_seed(mine.pop("seed", rank))
     call = {
-        "input": torch.randn(5, 4, generator=generator),
+        "input": torch.linspace(-1, 1, 20).view(5, 4),
         "linear_weight": torch.randn(rows, 4, generator=generator),
         "target": torch.arange(5) * 2,
         "vocab_parallel": xent.VocabParallel(members, **said) if said else members,
@@ -93,7 +93,7 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "workspace": ([{}, {"workspace": 100}], "all ranks must make the same call: rank 1 differs from rank 0"),
     "rows": (
         [{}, {"input": torch.zeros(4, 4), "target": torch.arange(4)}],
-        "all ranks must make the same call: rank 1 differs from rank 0 in .* the number of rows",
+        "the number of tokens differs between ranks: it is 5 on rank 0, 4 on rank 1. .* model.lm_head.unshard",
     ),
 }
 
@@ -156,15 +156,8 @@ def test_different_values_of_rows_are_found_if_checked(pool: Pool, name: str) ->
     other = values[name].clone()
     other[3] = 7
     found = pool.run(attempt, [{name: values[name]}, {name: other}], {"XENT_CHECK_TARGETS": "1"})[:2]
-    message = f"{name} of row 3 differs between ranks: it is {values[name][3].item()} on rank 0 and 7"
-    assert_all_say(found, message)
-
-
-@pytest.mark.skipif(GPUS, reason="on accelerators the loss of these rows is NaN")
-def test_different_targets_are_found(pool: Pool) -> None:
-    for more in ([{}, {}], [{"vocab_parallel": {"first": first, "size": CLASSES}} for first in FIRST]):
-        found = pool.run(attempt, [more[0], more[1] | {"target": torch.tensor([0, 1, 2, 3, 4])}])[:2]
-        assert_all_say(found, "target must be the same on all ranks of the group, and that of rank 1")
+    was = values[name][3].item()
+    assert_all_say(found, f"{name} of rank 1 differs from that of rank 0, first in row 3: {other[3]} instead of {was}")
 
 
 def test_ranges_that_are_named_are_compared_if_checked(pool: Pool) -> None:
@@ -193,7 +186,7 @@ def collectives_of(calls: int, ranks: int, names_both: bool) -> list[str]:
 
             replace_collective(patch, kind, make)
         for step in range(calls):
-            hidden = torch.randn(40, 8, device=device(), requires_grad=True)
+            hidden = torch.linspace(-1, 1, 320, device=device()).view(40, 8).requires_grad_()
             weight = torch.randn(rows, 8, device=device(), requires_grad=True)
             target = torch.arange(40, device=device())
             target[: 5 * step] = -100
@@ -209,9 +202,10 @@ def collectives_of(calls: int, ranks: int, names_both: bool) -> list[str]:
 def test_collectives_of_a_loop(pool: Pool, ranks: int, names_both: bool) -> None:
     found = pool.run(collectives_of, 3, ranks, names_both)[:ranks]
     assert found[0] == found[-1]
-    # 40, 35 and 30 rows in chunks of 8 rows. Without first and size each call exchanges the ranges first.
+    # 40, 35 and 30 rows in chunks of 8 rows. Ranks first agree on the number of rows to compute; without first and size
+    # each call exchanges the ranges before that.
     chunks = (5, 5, 4)
-    first = 0 if names_both else 1
+    first = 1 if names_both else 2
     assert found[0] == [name for count in chunks for name in (*["gather"] * (first + count), "reduce")]
 
 

@@ -67,7 +67,7 @@ def test_sharded_head_trains_like_a_whole_one(pool: Pool, alone: dict[str, Run],
     assert disagreements(run, alone[dtype], alone["float32"], dtype, False) == []
 
 
-@pytest.mark.parametrize("fault", ["hidden states' gradient, summed twice", "sums, all those of rank 0"])
+@pytest.mark.parametrize("fault", ["hidden states' gradient, summed twice", "sums, exponentials of rank 0 doubled"])
 def test_fault_in_a_collective_is_found(pool: Pool, alone: dict[str, Run], fault: str) -> None:
     run = joined(pool, "float32", fault)
     assert disagreements(run, alone["float32"], alone["float32"], "float32", False)

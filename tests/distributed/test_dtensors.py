@@ -1,7 +1,6 @@
 """DTensors: they are recognised by their placements, and gradients have matching ones. FSDP2 on a 2-D mesh."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import xent
 from tests.distributed.fsdp import averages, whole
+from tests.distributed.planted import replace_collective
 from tests.distributed.pool import GPUS, PROCESSES, Pool, device
 
 CLASSES, WIDTH = 11, 8
@@ -359,16 +359,81 @@ def _training(tokens_in_shards: bool) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def _fsdp_alone() -> None:
-    """Refuse a classifier that FSDP2 shards: it looks like one with sharded classes, but each rank has other tokens.
+class Headless(nn.Module):
+    """A model whose loss is computed by its caller."""
 
-    On accelerators, which do not wait for a check of values, the loss is NaN.
-    """
-    model = fully_shard(nn.Linear(WIDTH, CLASSES, bias=False).to(device()), mesh=flat())
-    rank = flat().get_local_rank()
-    targets = torch.arange(4, device=device()) + rank
-    with nullcontext() if GPUS else pytest.raises(ValueError, match="target must be the same on all ranks of the"):
-        assert xent.linear_cross_entropy(torch.zeros(4, WIDTH, device=device()), model.weight, targets).isnan()
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+
+def _fsdp_alone() -> None:
+    """Refuse a classifier in an FSDP2 group of its own, with other tokens on each rank; `unshard()` makes it whole."""
+    mesh, rank = flat(), flat().get_local_rank()
+    torch.manual_seed(0)
+    plain, head = Headless().to(device()), torch.randn(CLASSES, 5)
+    model = Headless().to(device())
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x, others = torch.randn(PROCESSES, 6, WIDTH).to(device()), torch.randn(PROCESSES, 6, 5).to(device())
+    ids = torch.stack([torch.randperm(CLASSES)[:3] for _ in range(6 * PROCESSES)]).view(PROCESSES, 6, 3).to(device())
+    log_probs, logits = torch.full((6, 3), -1.5, device=device()), torch.randn(PROCESSES, 6, CLASSES).to(device())
+    taught = put(head.to(device()), mesh, Shard(0)).detach()
+    calls: dict[str, Any] = {
+        "target": lambda h, w: xent.linear_cross_entropy(h, w, ids[rank, :, 0]),
+        "probabilities": lambda h, w: xent.linear_cross_entropy(h, w, logits[rank].softmax(-1)),
+        "teacher's logits": lambda h, w: xent.linear_divergence(h, w, logits[rank]),
+        "linear teacher": lambda h, w: xent.linear_divergence(h, w, xent.LinearTeacher(others[rank], taught)),
+        "top k": lambda h, w: xent.linear_divergence(h, w, xent.TopKTeacher(ids[rank], log_probs)),
+        "log probs": lambda h, w: xent.linear_log_probs(h, w, ids[rank, :, 0]),
+    }
+    message = r"rank \d: input of rank 1, 2, 3 differs from that of rank 0, first in row 0.*model\.lm_head\.unshard\(\)"
+    for call in calls.values():
+        with pytest.raises(ValueError, match=message):
+            call(model(x[rank]), model.lm_head.weight)
+    some = slice(6 - rank)
+    with pytest.raises(ValueError, match=r"it is 6 on rank 0, 5 on rank 1, 4 on rank 2, 3 on rank 3\. With data"):
+        xent.linear_cross_entropy(model(x[rank, some]), model.lm_head.weight, ids[rank, some, 0])
+    model.lm_head.unshard()
+    loss = calls["target"](model(x[rank]), model.lm_head.weight)
+    expected = calls["target"](plain(x[rank]), plain.lm_head.weight)
+    close([loss], [expected])
+    loss.backward()
+    sum(xent.linear_cross_entropy(plain(x[r]), plain.lm_head.weight, ids[r, :, 0]) for r in range(4)).backward()
+    factor = 4 if averages(mesh) else 1
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        close([one.grad * factor], [other.grad])
+
+
+def _exchanges() -> None:
+    """Compare the tokens of a call with a classifier over ranks, unless the caller says that they are the same."""
+    given, mesh = tensors(), flat()
+    head, hidden, step = put(given["linear_weight"], mesh, Shard(0)), given["input"], -(-CLASSES // 4)
+    expected = xent.linear_cross_entropy(hidden, given["linear_weight"], given["target"])
+    first = min(step * mesh.get_local_rank(), CLASSES)
+    for size, compares in ((None, True), (CLASSES, False)):
+        sent: list[torch.dtype] = []
+
+        def make(function: Any, sent: list[torch.dtype] = sent) -> Any:
+            def gather(out: Tensor, values: Tensor, **more: Any) -> Any:
+                sent.append(values.dtype)
+                return function(out, values, **more)
+
+            return gather
+
+        shards = xent.VocabParallel(mesh, first=first, size=size)
+        with pytest.MonkeyPatch.context() as patch:
+            replace_collective(patch, "gather", make)
+            found = xent.linear_cross_entropy(hidden, head, given["target"], vocab_parallel=shards)
+        close([found], [expected])
+        assert sent == [torch.int64] * (compares + (not GPUS)) + [torch.float32]  # on CPUs the rows to compute too
+    shards = xent.VocabParallel(mesh, first=first + 1)
+    with pytest.raises(ValueError, match=f"or with first={first} too if the tokens are known to be the same"):
+        xent.linear_cross_entropy(hidden, head, given["target"], vocab_parallel=shards)
 
 
 def _fsdp() -> None:
@@ -392,6 +457,7 @@ CHECKS = {
         _rows_of_hidden_states,
         _compiled,
         _refusals,
+        _exchanges,
         _fsdp_alone,
         _fsdp,
         _fsdp_with_tokens_in_shards,

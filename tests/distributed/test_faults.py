@@ -59,7 +59,7 @@ class Fault:
 
 
 def _is_ranges(sent: Tensor) -> bool:
-    return sent.dtype == torch.int64
+    return sent.dtype == torch.int64 and sent.numel() > 1
 
 
 def _is_sums(sent: Tensor) -> bool:
@@ -80,9 +80,12 @@ def _swap(received: Tensor) -> None:
 
 
 FAULTS = {
-    "ranges, other order": Fault("gather", _is_ranges, _swap),
+    "ranges, other order": Fault("gather", _is_ranges, _swap, "the shards leave a gap: rank 0 has classes"),
     "ranges, all those of rank 0": Fault("gather", _is_ranges, _lose_last, "classes with the same values"),
-    "sums, all those of rank 0": Fault("gather", _is_sums, _lose_last),
+    "sums, all those of rank 0": Fault(
+        "gather", _is_sums, _lose_last, "the checksums of the ranks differ, although|Comparison"
+    ),
+    "sums, exponentials of rank 0 doubled": Fault("gather", _is_sums, lambda received: received[1].mul_(2)),
     "tokens, other order": Fault("gather", _is_tokens, _swap),
     "hidden states' gradient, not summed": Fault("reduce", lambda sent: sent.dim() > 1, None),
     "hidden states' gradient, summed twice": Fault("reduce", lambda sent: sent.dim() > 1, lambda sent: sent.mul_(2)),

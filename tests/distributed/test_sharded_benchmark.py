@@ -144,7 +144,7 @@ def test_skipped_all_reduce_is_detected(pool: Pool, skipped: int | None) -> None
 @pytest.mark.parametrize(
     ("name", "fault", "wanted"),
     [
-        ("xent", "sums, all those of rank 0", "loss error"),
+        ("xent", "sums, exponentials of rank 0 doubled", "loss error"),
         ("xent", "hidden states' gradient, not summed", "input gradient error"),
         ("xent", "hidden states' gradient, summed twice", "input gradient error"),
         ("xent sequence parallel", "gradient of tokens in shards, not summed", "input gradient error"),

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from tests.distributed.fsdp import averages, whole
 from tests.integrations.models import batch, device, make
+from xent.backends.torch.shards import ranges
 from xent.integrations.transformers import explain, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open, real
 
@@ -161,8 +163,10 @@ def compare(name: str, parallelise: Callable[[Any, DeviceMesh], Any], why: str, 
         expected, wanted = step(single, inputs)
         if parallelise is not by_plan_of_patched:
             patch(model)
-        outputs, found = step(model, inputs)
+        with mock.patch.object(ranges, "_exchange", wraps=ranges._exchange) as exchange:
+            outputs, found = step(model, inputs)
         again, _ = step(model, inputs)
+    assert exchange.called == (parallelise is by_weight)  # a plan gives all ranks the same tokens
     if plain is not None:
         torch.testing.assert_close(whole(plain), expected.logits)
     torch.testing.assert_close(outputs.loss, expected.loss)

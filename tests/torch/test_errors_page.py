@@ -146,6 +146,14 @@ ELSEWHERE = {
     ),
     "NAME must be a plain tensor, got a ...": ("distributed/test_dtensors.py", "must be a plain tensor, got a DTen"),
     "all ranks must make the same call: ...": ("distributed/test_agreement.py", "all ranks must make the same call"),
+    "NAME of rank I differs from that of rank 0, first in row I": (
+        "distributed/test_ranks.py",
+        "differs from that of rank 0, first in row",
+    ),
+    "the number of tokens differs between ranks: it is ...": (
+        "distributed/test_agreement.py",
+        "the number of tokens differs between ranks: it is 5 on rank 0",
+    ),
     "a xent.Subset does not go with vocab_parallel": (
         "distributed/test_divergences.py",
         "a xent.Subset does not go with vocab_parallel",

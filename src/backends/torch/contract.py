@@ -21,7 +21,7 @@ target, w the class weights, q the target probabilities, w' = w ((1-e) q + e/V) 
     squares       sum_{c != y} e^(2 (x_c - peak))                                 log_sum_sq_probs
     deficit, counted    sum_c (peak - x_c) with the target, number of classes c   mean_logit
     key, place    the largest z in the order of x (NaN is largest) and its class  predictions, accuracy
-    id            the target's class                                              in shards
+    check, range  checksums of the row and of these classes, see `shards.checks`  in shards, all targets
 
 Those of a divergence in shards, with `peak`, `rest` and `mixed` over all classes, and the x_q of a dense teacher::
 
@@ -30,7 +30,8 @@ Those of a divergence in shards, with `peak`, `rest` and `mixed` over all classe
     others_peak, others_rest, known_0 ...      the same without the K classes, and their x, -inf elsewhere      top k
 
 With class probabilities no class is left out as the target. With a support all sums are over the row's support; the x
-of other classes is -inf. Classes (truth, place, id) are the bits of int32, in float64 sums of int64; they are global.
+of other classes is -inf. Classes (truth, place) and checksums are the bits of int32, in float64 sums of int64; classes
+are global. Merged, `range` is that of [0, V), unless the rows of the ranks differ or their classes do not tile [0, V).
 """
 
 from collections.abc import Callable, Iterator
@@ -132,7 +133,8 @@ class Schedule:
     the CPU the host reads it from memory. On CUDA the number is on the device: the rows to compute are moved to the
     front, the first part starts without the number, and the host waits for it before the second part, while the device
     computes the first. A call with a single part, in a CUDA graph or in a compiled graph, computes all rows and does
-    not wait.
+    not wait. Ranks that gather sums compute as many rows as the rank that has most, so that they make the same
+    collectives even if their targets differ.
     """
 
     def __init__(self, steps: "Steps", setting: Setting, step: int, skips: bool) -> None:
@@ -143,17 +145,26 @@ class Schedule:
         self.count = setting.count
         """The number of rows to compute; an upper bound until the host knows it."""
         on_cuda = device == "cuda" and setting.count > step and not torch.cuda.is_current_stream_capturing()
-        skippable = steps.skippable() if skips and (on_cuda or device == "cpu") else None
+        skips, shards = skips and setting.count > 0 and (on_cuda or device == "cpu"), setting.call.shards
+        gathers = skips and shards is not None and not (setting.upstream is not None and steps.saves)
+        skippable = steps.skippable() if skips else None
+        if gathers and skippable is None:
+            skippable = torch.zeros(setting.count, dtype=torch.bool, device=setting.device)
         if skippable is None:
             return
+        count = (~skippable).sum()
+        if gathers and shards is not None:
+            from xent.backends.torch.shards.collectives import gather
+
+            count = gather(count.view(1), shards.group).wait().amax()
         if on_cuda:
             on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-            on_host.copy_((~skippable).sum(), non_blocking=True)
+            on_host.copy_(count, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._awaited = on_host, event
         else:
-            self.count -= int(skippable.sum())
+            self.count = int(count)
         if on_cuda or self.count < self._all:
             self._order = skippable.argsort(stable=True)
 
@@ -203,6 +214,8 @@ class Block(NamedTuple):
     """(R,) float32, which replace the targets' raw logits if these were rounded to 16 bits; 0 for another rank's."""
     teacher: Tensor | None = None
     """(R, C) raw logits of a `Dense` teacher, of any float dtype."""
+    input_checks: Tensor | None = None
+    """(R,) int32: see `Selected`."""
 
 
 class Selected(NamedTuple):
@@ -213,6 +226,8 @@ class Selected(NamedTuple):
     """The same, with 0 in rows without a gradient, so that a NaN there does not reach the classifier's gradient."""
     target_logits: Tensor | None
     """See `Block`. None if targets are not class indices, and if the compute dtype is float32 or float64."""
+    input_checks: Tensor | None = None
+    """(R,) int32: checksums of the caller's hidden states, in shards, from steps that compute them with `select`."""
 
 
 class Steps(Protocol):
@@ -261,7 +276,7 @@ class Steps(Protocol):
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
         return False
 
-    def meet(self, sums: Tensor) -> None:
+    def meet(self, sums: Tensor, part: Part) -> None:
         """Receive the sums of all ranks, (ranks, K, R), of the first fold of a part beside a dense teacher.
 
         Until `finish`, `fold` writes the two sums of the second fold: the divergence, and that of its gradient.
@@ -285,12 +300,12 @@ class Steps(Protocol):
 def columns(call: Call) -> tuple[str, ...]:
     """Return the names of the packed sums of a call."""
     options, target = call.options, call.target
-    stats = options.stats
+    stats, checks = options.stats, ("check", "range") if call.shards is not None else ()
     if isinstance(target, (Dense, TopK)):
         names = ["peak", "rest", "mixed"] if "entropy" in stats else ["peak", "rest"] * isinstance(target, Dense)
         if isinstance(target, Dense):
-            return (*names, "teacher_peak", "teacher_rest", "teacher_top")
-        return (*names, "others_peak", "others_rest", *(f"known_{k}" for k in range(target.ids.shape[-1])))
+            return (*names, "teacher_peak", "teacher_rest", "teacher_top", *checks)
+        return (*names, "others_peak", "others_rest", *(f"known_{k}" for k in range(target.ids.shape[-1])), *checks)
     probabilities = isinstance(target, Probabilities)
     names = ["peak", "rest"]
     if probabilities:
@@ -305,8 +320,7 @@ def columns(call: Call) -> tuple[str, ...]:
     names += ["squares"] if "log_sum_sq_probs" in stats else []
     names += ["deficit", "counted"] if "mean_logit" in stats else []
     names += ["key", "place"] if "predictions" in stats or "accuracy" in stats else []
-    names += ["id"] if call.shards is not None and not probabilities else []
-    return tuple(names)
+    return (*names, *checks)
 
 
 def smooths(label_smoothing: Any) -> bool:

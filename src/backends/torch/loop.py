@@ -164,7 +164,7 @@ def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums
     """Wait for the sums of a part, finish its rows, and compute its gradient if it is wanted."""
     arrived = sums if isinstance(sums, Tensor) else sums.wait()
     if isinstance(setting.call.target, Dense):
-        steps.meet(arrived)
+        steps.meet(arrived, loaded.part)
         arrived = _fold(setting, source, loaded, 2).wait()
     coefficients = steps.finish(arrived, loaded.part, source.wanted, saved)
     if source.wanted:

@@ -200,7 +200,7 @@ class Computed(Stored):
                 loaded.grad = self._room("grad", part, compute)
             grad = loaded.grad[:, :width]
         teacher = None if self._teacher is None else self._teacher.block(part, 0, part.stop - part.start)
-        yield Block(logits[:, :width], 0, 0, grad, selected.target_logits, teacher)
+        yield Block(logits[:, :width], 0, 0, grad, selected.target_logits, teacher, selected.input_checks)
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:
         """Fold the logits of a part: from registers, from tiles that are overwritten, or from memory."""

@@ -112,7 +112,8 @@ class Columns(NamedTuple):
     row_weight: int = -1
     key: int = -1
     place: int = -1
-    id: int = -1
+    check: int = -1
+    range: int = -1
 
 
 class Way(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Selected, Setting, Steps
 from xent.backends.torch.memory import cast, is_dense
 from xent.backends.torch.portable.steps import PortableSteps
+from xent.backends.torch.shards.checks import range_check
 from xent.backends.triton import targets
 from xent.backends.triton.geometry import Placed, in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
@@ -75,18 +76,21 @@ class TritonSteps(Inputs):
         size = hidden.shape[1]
         rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed))
         target_logits = torch.empty(count, dtype=torch.float32, device=self.device) if rounded else None
+        checks, shards = None, self.setting.call.shards
+        if shards is not None and shards.axis is None and self.setting.upstream is None:
+            checks = torch.empty(count, dtype=torch.int32, device=self.device)
         trained = torch.empty(count, size, dtype=source.compute, device=self.device) if source.needs[1] else None
-        if count and (rounded or trained is not None):
+        if count and (rounded or trained is not None or checks is not None):
             constants = {"STATISTICS": self.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
             self.launch("select", select_kernel, constants, num_warps=4)(
                 *(kind, count, hidden, *hidden.stride(), weight, *weight.stride()),
-                *(None if bias is None else bias.contiguous(), trained, target_logits, rows, start),
+                *(None if bias is None else bias.contiguous(), trained, target_logits, checks, rows, start),
                 *(self.ignore_index, self.limit, self.setting.first, self.setting.width, size),
             )
         # Rows without a gradient still have statistics, which need their real hidden states.
         apart = self.stats and (rows.sample_weight is not None or rows.divisor is not None)
         selected = source.select(part) if trained is None or apart else trained
-        return Selected(selected, selected if trained is None else trained, target_logits)
+        return Selected(selected, selected if trained is None else trained, target_logits, checks)
 
     def _given(self) -> tuple[Any, ...]:
         """Return the arguments of `rows_kernel` for class probabilities."""
@@ -153,10 +157,12 @@ class TritonSteps(Inputs):
                 rows = rows._replace(class_weight=own, total_weight=own.sum() if self.way.smoothed else None)
             here = slice(some.start - block.start, some.start - block.start + some.number)
             target_logits = None if block.target_logits is None else block.target_logits[here]
+            input_checks = None if block.input_checks is None else block.input_checks[here]
             self._of_fold(some, width, adds)(
                 *(kind, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
-                *(target_logits, rows, self.numbers, first, self.ignore_index),
+                *(target_logits, input_checks, rows, self.numbers, first, self.ignore_index),
                 *(setting.first + block.first, width, setting.vocabulary),
+                range_check(setting.first, setting.first + setting.width),
             )
 
     def _of_fold(self, some: Placed, width: int, adds: bool) -> Launch:
@@ -183,6 +189,7 @@ class TritonSteps(Inputs):
                 *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, self.upstreams),
                 *(self.recorded, self.numbers, first, saved, 0 if saved is None else saved.stride(0), made),
                 *(self.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
+                range_check(0, self.setting.vocabulary),
             )
         return made
 
@@ -227,7 +234,7 @@ class TritonSteps(Inputs):
 
     fold_product, gradient_product = fold_product, gradient_product
 
-    def meet(self, sums: Tensor) -> None:
+    def meet(self, sums: Tensor, part: Part) -> None:
         """Do nothing: these targets take one round of folds."""
 
     def results(self) -> list[Tensor]:

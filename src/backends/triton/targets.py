@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Setting
 from xent.backends.torch.memory import Rows, block_rows
-from xent.backends.torch.portable.rows import tolerance
+from xent.backends.torch.portable.rows import Index, tolerance
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.inputs import Inputs, floats_of
@@ -130,8 +130,15 @@ class ShardedSteps(PortableSteps):
         """Write the sums of a block."""
         if self._inputs.setting.width and (self.met or "entropy" not in self._inputs.options.stats):
             self._launch(block._replace(grad=None), part, REFOLD if self.met else FOLD, sums, self.met)
+            if not self.met:
+                self.write_checks(block, part, sums)
         else:
             super().fold(block, part, sums, adds)
+
+    def invalidate(self, index: Index, wrong: Tensor) -> None:
+        """Make loss and gradient NaN in some rows of the call."""
+        super().invalidate(index, wrong)
+        self._inputs.rows = self._inputs.rows._replace(sample_weight=self.weight)
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of a block's logits."""

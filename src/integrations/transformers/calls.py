@@ -186,6 +186,10 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
         if offset is not None:
             numbers = offset.flatten()[:classes]
             bias = numbers if bias is None else bias + numbers
+        if recipe.is_planned:  # ranks need not compare the number of tokens, for which the host would wait
+            mesh: Any = weight.device_mesh
+            first = min(mesh.get_local_rank() * -(-classes // mesh.size()), classes)
+            options["vocab_parallel"] = xent.VocabParallel(mesh, first=first, size=classes)
         return xent.linear_cross_entropy(
             input, weight, target, linear_bias=bias, logit_scale=recipe.scale, softcap=recipe.softcap, **options
         )

@@ -300,6 +300,8 @@ class Recipe:
     """The operations after the product, in words."""
     placement: Any = None
     """Of logits that replace a DTensor: replicated, or in shards over the classes."""
+    is_planned: bool = False
+    """Whether a tensor-parallel plan gives all ranks the same hidden states."""
     tracked: bool = True
     """Whether autograd records them: gradients were enabled, and one of the origins requires a gradient."""
     hooks: tuple[Callable[[Tensor], Any], ...] = ()

@@ -367,6 +367,7 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
     call: Any = None if _is_exporting() else begin_call(history.key, training, compiling, why)
     if why is not None:
         return None
+    is_planned = in_shards(weight) and (in_shards(input) or head.xent_plan is not None)
     if in_shards(input):  # its gradient is summed over ranks
         input = input.to_local(grad_placements=input.placements)
     if not compiling:
@@ -393,6 +394,7 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
             caller,
             steps=added,
             placement=weight.placements[0] if in_shards(weight) and head.xent_plan is None else None,
+            is_planned=is_planned,
         )
     )
 

@@ -6,6 +6,7 @@ products of 16-bit factors), so that a few signatures of linear losses differ.
 """
 
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from triton.experimental.gluon.language.nvidia import hopper as instructions
 
 import xent
@@ -25,6 +27,13 @@ from xent.command.check.run import FUNCTIONS, cases_of
 __all__ = ["Launch", "check_cases", "hopper", "rebuilt", "record"]
 
 _MULTIPROCESSORS = 132
+IN_SHARDS = (
+    Case("cross_entropy", (24,), 1000, "float32", "", {"weight": True, "sample_weight": True}),
+    *(Case("linear_cross_entropy", (24,), 1000, dtype, "", hidden=32) for dtype in ("float32", "bfloat16", "float16")),
+    Case("linear_cross_entropy", (24,), 1000, "bfloat16", "", {"sample_weight": True}, "none", hidden=32),
+    Case("linear_log_probs", (24,), 1000, "bfloat16", "", {"temperature": "rows"}, "none", hidden=32, entropy=True),
+)
+"""Calls with a vocabulary in shards, which compare their rows between ranks."""
 _PATCHED = {"is_padded": lambda tensor: True, "looks_at_targets": lambda device: False}
 
 
@@ -63,6 +72,9 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
             _call_hopper()
             with patch.object(products, "off", lambda device: None):  # the kernel that joins the products' sums
                 _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
+        with _alone() as group:
+            for case in IN_SHARDS:
+                _call(case, vocab_parallel=xent.VocabParallel(group, first=0, size=case.vocabulary))
     return list(found), failed
 
 
@@ -81,7 +93,9 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(TritonBackend, "missing", None))
         stack.enter_context(patch.object(machine, "DEVICES", ("cpu",)))
-        stack.enter_context(patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.count)))
+        stack.enter_context(
+            patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.count, dtype=torch.bool))
+        )
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
             if module is not launches:
@@ -113,7 +127,16 @@ def rebuilt(kind: Any) -> Any:
     return products._descriptor(torch.empty(second, dtype=first), second[0])
 
 
-def _call(case: Case) -> None:
+@contextmanager
+def _alone() -> Iterator[Any]:
+    """Return a context with a process group of this process, in which a call with shards makes its launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+
+
+def _call(case: Case, **shards: Any) -> None:
     """Call the function of a case with and without gradients."""
     backend = TritonBackend()
     harness = backend.harness("cpu")
@@ -128,7 +151,7 @@ def _call(case: Case) -> None:
     given = {case.results[0]: inputs.upstream} | inputs.others
 
     def call() -> dict[str, Any]:
-        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, backend="triton")
+        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **shards, backend="triton")
         return case.found_in(found)
 
     if case.alone:

@@ -55,7 +55,10 @@ _LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most
 _LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
 _LOWEST = -1000.0  # e^x is 0 far above; 0 times infinity would be NaN
 
-_OF_ROWS = ("target", "ids", "log_probs", "begin", "end", "order", "weight", "scale", "ignored", "invalid", "excluded")
+_OF_ROWS = (
+    *("target", "ids", "log_probs", "begin", "end", "order"),
+    *("check", "weight", "scale", "ignored", "invalid", "excluded"),
+)
 
 
 class Facts:
@@ -74,6 +77,8 @@ class Facts:
     """The most classes of a support. On an accelerator the host waits for it."""
     order: Tensor | None = None
     """(N,) int64: see `xent.core.call.Probabilities`."""
+    check: Tensor | None = None
+    """(N,) int64, in shards: see `xent.backends.torch.shards.checks.row_checks`."""
     class_weight: Tensor | None = None
     """(C,) of this rank's classes."""
     divisor: Any = 1
@@ -158,6 +163,16 @@ class Facts:
         for name in _OF_ROWS:
             setattr(some, name, at(getattr(self, name), index))
         return some
+
+    def invalidate(self, index: Index, wrong: Tensor) -> None:
+        """Make loss and gradient NaN in those of some rows of the call that are `wrong`, (R,) bool."""
+        whole = torch.zeros(self.setting.count, dtype=torch.bool, device=wrong.device)
+        whole[index] = wrong
+        self.invalid = whole if self.invalid is None else self.invalid | whole
+        self.weight, self.scale = (one.masked_fill(whole, torch.nan) for one in (self.weight, self.scale))
+        for name in ("ignored", "excluded"):
+            mask = getattr(self, name)
+            setattr(self, name, None if mask is None else mask & ~whole)
 
     def _read_classes(self, target: Classes | Allowed) -> None:
         """Set ids, target, ignored, invalid and the support."""
@@ -339,8 +354,6 @@ class LogitRows:
         found: dict[str, Any] = {"peak": peak, "rest": row_sum(e)}
         if "key" in names:
             found["key"], found["place"] = self._largest(z, facts.activation.logit_scale)
-        if "id" in names:
-            found["id"] = facts.ids
         if "squares" in names:
             found["squares"] = row_sum(e.square())
         if "deficit" in names:

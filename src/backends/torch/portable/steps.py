@@ -26,6 +26,7 @@ from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, index_of, masked, times
+from xent.backends.torch.shards.checks import range_check, row_checks
 from xent.core.call import Dense, TopK
 
 __all__ = ["PortableSteps", "finish", "is_largest", "merge", "pack"]
@@ -34,7 +35,7 @@ _ARRAYS = 6  # of a block's size, which exist at one time in a divergence
 _OF_SUPPORT = 8  # the same of a block of supports
 _NONE: Any = None
 _SMALLEST_OWN = 1e-19  # rest / own is finite above: rest is below 2^60
-_CLASSES = ("place", "truth", "id")
+_INTEGERS = ("place", "truth", "check", "range")
 _MOVED = {"below": "weights", "cost": "mass", "surprise": "given", "deficit": "counted"}
 _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 """The statistics of a row without any class in its support."""
@@ -50,6 +51,8 @@ class PortableSteps(Facts, Steps):
         self._kind: Any = LogitRows if self.saves else TeacherRows
         self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
+        if setting.call.shards is not None and (setting.upstream is None or not self.saves):
+            self.check = row_checks(setting.call, setting.count)
 
     def skippable(self) -> Tensor | None:
         """Return the rows to leave out. With statistics every row with a target is computed."""
@@ -80,7 +83,8 @@ class PortableSteps(Facts, Steps):
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
-        names = SECOND if self.met else self.names
+        compares = not self.met and self.setting.call.shards is not None
+        names = SECOND if self.met else self.names[:-2] if compares else self.names
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
                 some = self._kind(facts, piece)
@@ -88,18 +92,45 @@ class PortableSteps(Facts, Steps):
             else:
                 least, like = torch.finfo(sums.dtype).min, sums[0, : len(piece.logits)]
                 found = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
-                found |= {"id": facts.ids}
-            sums[:, rows.start - block.start : rows.stop - block.start] = pack(names, found)
+            sums[: len(names), rows.start - block.start : rows.stop - block.start] = pack(names, found)
+        if compares:
+            self.write_checks(block, part, sums)
 
-    def meet(self, sums: Tensor) -> None:
+    def write_checks(self, block: Block, part: Part, sums: Tensor) -> None:
+        """Write the last two sums of a block, which ranks compare."""
+        assert self.check is not None
+        first, bits = self.setting.first, sums[-2:].view(_integers_of(sums))
+        bits[0].copy_(self.check[index_of(part, block.start, block.start + sums.shape[1])])
+        bits[1].fill_(range_check(first, first + self.setting.width))
+
+    def meet(self, sums: Tensor, part: Part) -> None:
         """Merge both normalizers of the rows of a part."""
-        self.met = merge(self.names, sums)
+        self.met = self._merged(sums, part)
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
-        merged = merge(SECOND if self.met else self.names, sums) | self.met
+        merged = merge(SECOND, sums) | self.met if self.met else self._merged(sums, part)
         self.met = {}
         return self._finish(self.rows(part.indices), merged, wanted, saved)
+
+    def _merged(self, packed: Tensor, part: Part) -> dict[str, Tensor]:
+        """Merge the sums of a part, and compare what must be equal on all ranks.
+
+        Where ranks differ, raise an error if values may be read, or make the rows NaN.
+        """
+        merged, setting = merge(self.names, packed), self.setting
+        if "range" not in merged:
+            return merged
+        wrong = (merged["range"] - range_check(0, setting.vocabulary)) % 2**32 != 0
+        if not looks_at_targets(wrong.device):
+            self.invalidate(part.indices, wrong)
+            for name, sums in merged.items():
+                merged[name] = sums.masked_fill(wrong, torch.nan) if sums.is_floating_point() else sums
+        elif bool(wrong.any()):
+            from xent.backends.torch.shards.ranges import refuse_different  # needs torch.distributed
+
+            refuse_different(setting.call, setting.count, setting.needs)
+        return merged
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of a block's logits."""
@@ -167,10 +198,14 @@ class PortableSteps(Facts, Steps):
 
 
 def pack(names: tuple[str, ...], sums: dict[str, Tensor]) -> Tensor:
-    """Return the sums (R,) by name as (K, R). Classes are stored bit by bit as floats."""
-    dtype = sums[names[0]].dtype
-    kind = torch.int64 if dtype == torch.float64 else torch.int32
-    return torch.stack([sums[name].to(kind).view(dtype) if name in _CLASSES else sums[name] for name in names])
+    """Return the sums (R,) by name as (K, R). Integers are stored bit by bit as floats."""
+    dtype, kind = sums[names[0]].dtype, _integers_of(sums[names[0]])
+    return torch.stack([sums[name].to(kind).view(dtype) if name in _INTEGERS else sums[name] for name in names])
+
+
+def _integers_of(sums: Tensor) -> torch.dtype:
+    """Return the dtype of the integers whose bits are stored in sums."""
+    return torch.int64 if sums.dtype == torch.float64 else torch.int32
 
 
 def is_largest(name: str) -> bool:
@@ -179,10 +214,9 @@ def is_largest(name: str) -> bool:
 
 
 def merge(names: tuple[str, ...], packed: Tensor) -> dict[str, Tensor]:
-    """Return the sums (R,) by name of all ranks' sums (ranks, K, R); NaN in rows whose target differs among ranks."""
-    kind = torch.int64 if packed.dtype == torch.float64 else torch.int32
-    given = dict(zip(names, packed.unbind(1), strict=True))
-    given |= {name: given[name].view(kind).to(torch.int64, copy=True) for name in _CLASSES if name in given}
+    """Return the sums (R,) by name of all ranks' sums (ranks, K, R). `range` is off by one where `check` differs."""
+    kind, given = _integers_of(packed), dict(zip(names, packed.unbind(1), strict=True))
+    given |= {name: given[name].view(kind).to(torch.int64, copy=True) for name in _INTEGERS if name in given}
     if len(packed) == 1:
         return {name: one[0] for name, one in given.items()}
     found = {name: one.amax(0) for name, one in given.items() if is_largest(name)}
@@ -209,28 +243,15 @@ def merge(names: tuple[str, ...], packed: Tensor) -> dict[str, Tensor]:
             found[place] = torch.where(wins, given[place], torch.iinfo(torch.int64).max).amin(0)
     if "teacher_top" in given:
         found["teacher_top"] = given["teacher_top"].gather(0, given["peak"].argmax(0, keepdim=True))[0]
-    if "id" in given:
-        found["id"] = given["id"][0]
-        given["rest"] = given["rest"].masked_fill(_differing(given["id"]), torch.nan)
+    if "check" in given:
+        found["check"] = given["check"][0]
+        found["range"] = given["range"].sum(0) + (given["check"] != found["check"]).any(0)
     for name, (total, *others) in given.items():
         if name not in found:
             for other in others:  # in rank order
                 total = total + other
             found[name] = total
     return found
-
-
-def _differing(ids: Tensor) -> Tensor:
-    """Return the rows whose target (ranks, R) is not the same on all ranks. Raise an error if values may be read."""
-    differs = ids != ids[0]
-    if looks_at_targets(ids.device) and bool(differs.any()):
-        rank = int(differs.any(-1).nonzero()[0])
-        raise ValueError(
-            f"target must be the same on all ranks of the group, and that of rank {rank} differs from that of rank "
-            "0. With data parallelism each rank has other tokens and the whole classifier: leave out vocab_parallel; "
-            "where FSDP2 has the classifier in pieces, make the call in the forward of the module that holds it"
-        )
-    return differs.any(0)
 
 
 def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -6,6 +6,9 @@ DTensors must be whole: the same on every rank, with all rows and all classes.
 The call runs on local parts. Gradients go through `DTensor.to_local`. Those of logits and of the classifier are this
 rank's own. That of replicated hidden states is Partial, so that autograd sums it over ranks once. If the hidden states
 had been gathered, the same collective also scatters the sum.
+
+A classifier that FSDP2 shards has the same placements, but then each rank has its own tokens. So calls with a
+classifier compare the tokens of all ranks first, for which the host waits.
 """
 
 from collections.abc import Callable
@@ -61,7 +64,7 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
             )
         own["linear_bias"] = bias.to_local(grad_placements=grads)
     local = weight.to_local(grad_placements=grads)
-    return cut.results(function(source, local, **own, vocab_parallel=cut.shards(axis, reduces)))
+    return cut.results(function(source, local, **own, vocab_parallel=cut.shards(axis, reduces, True)))
 
 
 class _Cut:
@@ -91,12 +94,17 @@ class _Cut:
         given = arguments.get("vocab_parallel")
         parallel = given if isinstance(given, VocabParallel) else VocabParallel(given)
         if given is not None and (
-            group_of(parallel) is not self._group or parallel.first is not None or parallel.sequence_parallel
+            group_of(parallel) is not self._group
+            or parallel.first not in (None, self._first)
+            or parallel.sequence_parallel
         ):
             raise ValueError(
-                "DTensors say themselves where their shards are: leave out vocab_parallel, or, where the classes end "
-                f"in padding, pass xent.VocabParallel(mesh, size=...) with the dimension {self.name} of their mesh"
+                "DTensors say themselves where their shards are: leave out vocab_parallel; or pass the dimension "
+                f"{self.name} of their mesh, as xent.VocabParallel(mesh, size=...) if the classes end in padding, or "
+                f"with first={self._first} too if the tokens are known to be the same on all ranks"
             )
+        self._is_sure = parallel.first is not None and parallel.size is not None
+        """Whether the caller knows that the tokens are the same on all ranks of the group."""
         self._size = self.classes if parallel.size is None else parallel.size
 
     def named(self, place: int) -> str:
@@ -104,9 +112,9 @@ class _Cut:
         names = self.mesh.mesh_dim_names
         return str(place) if names is None else repr(names[place])
 
-    def shards(self, axis: int | None, reduces: bool) -> Shards:
-        """Return the description of this rank's shard."""
-        return Shards(self._group, self._first, self._size, axis, reduces)
+    def shards(self, axis: int | None, reduces: bool, exchanges: bool = False) -> Shards:
+        """Return the description of this rank's shard. `exchanges`: unless the caller passed `first` and `size`."""
+        return Shards(self._group, self._first, self._size, axis, reduces, exchanges and not self._is_sure)
 
     def shard_rows(self, array: DTensor, row_of: Callable[[int], int]) -> None:
         """Set the rows that the other dimensions of the mesh shard, for an array with axis `row_of(dim)` on `dim`."""

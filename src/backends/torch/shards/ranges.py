@@ -1,8 +1,11 @@
 """Ranges: which rank has which classes, and errors that name the rank.
 
-If every rank names `first` and `size`, nothing is sent. Otherwise ranks exchange their ranges in every call, and the
-host waits for it. There is no cache, on which two ranks could disagree. All ranks check the same table, and so they
-raise the same error.
+If every rank names `first` and `size`, nothing is sent. Otherwise ranks exchange their ranges, the number of their rows
+and a checksum of these in every call, and the host waits for it. There is no cache, on which two ranks could disagree.
+All ranks check the same table, and so they raise the same error.
+
+The checksums that travel with the sums (`checks`) find the same mistakes later. On CPUs the ranks then make the
+exchange, whose error says what differs.
 
 An error on one rank is raised there at once. No collective is entered on the way, so that the other ranks wait until
 the timeout of their group, as in PyTorch's own collectives.
@@ -12,7 +15,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,13 +23,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xent.backends.torch import private
+from xent.backends.torch.shards.checks import compared, line_checks, row_checks
 from xent.backends.torch.shards.collectives import gather, tokens_of
-from xent.core.call import Allowed, Call, Classes, Given, Product, Shards, array_of, describe, vocabulary_of
+from xent.core.call import Call, Given, Product, Shards, array_of, describe, vocabulary_of
 from xent.core.spec import BackendError, VocabParallel
 
-__all__ = ["group_of", "named", "ranges_of"]
+__all__ = ["group_of", "named", "ranges_of", "refuse_different"]
 
 _SAMPLES = 16
+_OF_DATA_PARALLELISM = (
+    "With data parallelism each rank has its own tokens and needs the whole classifier: leave out vocab_parallel. "
+    "Where FSDP2 has the classifier in pieces, write model.lm_head.unshard() before the loss, or call the loss in the "
+    "forward of the module that holds the classifier"
+)
 
 
 def group_of(given: Any) -> Any:
@@ -53,26 +62,24 @@ def ranges_of(call: Call, count: int, *kind: object) -> tuple[Shards, int]:
     The second value is the number of classes of this rank without padding.
 
     `kind`: what else must be equal on all ranks because it determines the collectives and their sizes, such as the
-    leaves that need a gradient. With XENT_CHECK_TARGETS=1 all calls exchange their ranges, and compare the arrays that
-    have one value per row.
+    leaves that need a gradient. With XENT_CHECK_TARGETS=1 all calls exchange their ranges.
     """
     assert call.shards is not None
     first, size, group = call.shards.first, call.shards.size, call.shards.group
     group = private.group_named(group) if isinstance(group, str) else group_of(group)
-    shards, options = call.shards._replace(group=group), call.options
+    shards = call.shards._replace(group=group)
     if isinstance(call.source, Product):
         tokens_of(shards, tuple(call.source.input.shape), count)  # raises an error before anything is sent
-    checks = os.environ.get("XENT_CHECK_TARGETS") == "1"
-    if first is None or size is None or checks:
-        first, size = _agree(_exchange(call, shards, (count, *kind)), int(group.rank()))
-    if checks:
-        ids = call.target.ids if isinstance(call.target, Classes | Allowed) else None
-        rows = {"target": ids, "sample_weight": options.sample_weight, "temperature": call.activation.temperature}
-        for name, values in rows.items():
-            if values is not None:
-                _compare(name, gather(values.detach().reshape(-1).contiguous(), group).wait())
+    if first is None or size is None or shards.exchanges or os.environ.get("XENT_CHECK_TARGETS") == "1":
+        first, size = _agreed(call._replace(shards=shards), count, kind)
     first = min(first, size)
     return shards._replace(first=first, size=size), min(vocabulary_of(call.source), size - first)
+
+
+def refuse_different(call: Call, count: int, *kind: object) -> NoReturn:
+    """Raise the error for ranks that differ in the rows or the ranges of a prepared call. All ranks must call this."""
+    _agreed(call, count, kind)
+    raise ValueError("the checksums of the ranks differ, although their rows and the ranges of their classes do not")
 
 
 def named(vocab_parallel: Any) -> AbstractContextManager[None]:
@@ -103,10 +110,26 @@ class _Stated(NamedTuple):
     size: int
     kind: int
     """A checksum of what must be equal on all ranks."""
+    tokens: int
+    """Their number."""
+    check: int
+    """A checksum of all tokens."""
     sample: list[int]
 
 
-def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Stated]:
+def _agreed(call: Call, count: int, kind: tuple[object, ...]) -> tuple[int, int]:
+    """Return the first class of this rank and the number of all classes, or raise the same error on all ranks."""
+    assert call.shards is not None
+    group = call.shards.group
+    table = _exchange(call, call.shards, count, kind)
+    ranges = _agree(table, int(group.rank()))
+    if any(stated.check != table[0].check for stated in table):
+        parts = [_difference(name, array, group) for name, array in compared(call).items()]
+        raise ValueError(f"{'; '.join(filter(None, parts))}. {_OF_DATA_PARALLELISM}")
+    return ranges
+
+
+def _exchange(call: Call, shards: Shards, count: int, kind: tuple[object, ...]) -> list[_Stated]:
     array, rows, ranks = array_of(call), vocabulary_of(call.source), shards.group.size()
     if array.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -116,10 +139,11 @@ def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Sta
         )
     first, size = (-1 if value is None else value for value in (shards.first, shards.size))
     text = repr((_form(call._replace(shards=None)), shards.axis, shards.reduces, kind))
-    numbers = torch.tensor([rows, first, size, zlib.crc32(text.encode())]).to(array.device)
+    numbers = torch.tensor([rows, first, size, zlib.crc32(text.encode()), count]).to(array.device)
+    check = line_checks(row_checks(call, count)[None])
     sample = _sample(array if isinstance(call.source, Given) else call.source.weight, first < 0 and size < 0)
-    table = gather(torch.cat((numbers, sample)), shards.group).wait().tolist()
-    return [_Stated(row[0], row[1], row[2], row[3], row[4:]) for row in table]
+    table = gather(torch.cat((numbers, check, sample)), shards.group).wait().tolist()
+    return [_Stated(row[0], row[1], row[2], row[3], row[4], row[5], row[6:]) for row in table]
 
 
 def _form(value: Any, name: str = "") -> Any:
@@ -145,11 +169,14 @@ def _sample(shard: Tensor, wanted: bool) -> Tensor:
 def _agree(table: list[_Stated], rank: int) -> tuple[int, int]:
     """Return the first class of this rank and the number of all classes, or raise the same error on all ranks."""
     one, ranks = table[0], len(table)
+    if any(stated.tokens != one.tokens for stated in table):
+        counts = ", ".join(f"{stated.tokens} on rank {rank}" for rank, stated in enumerate(table))
+        raise ValueError(f"the number of tokens differs between ranks: it is {counts}. {_OF_DATA_PARALLELISM}")
     for other, stated in enumerate(table):
         if stated.kind != one.kind:
             raise ValueError(
                 f"all ranks must make the same call: rank {other} differs from rank 0 in options, statistics, dtypes, "
-                "the gradients asked for, the number of rows, the width of hidden states or workspace"
+                "the gradients asked for, the width of hidden states or workspace"
             )
         if stated.size != one.size:
             raise ValueError(
@@ -161,7 +188,7 @@ def _agree(table: list[_Stated], rank: int) -> tuple[int, int]:
                 f"either all ranks name vocab_parallel.first or none: it is {_text(one.first)} on rank 0 and "
                 f"{_text(stated.first)} on rank {other}"
             )
-    if ranks > 1 and one.size > 0 > one.first and all(stated.rows >= one.size for stated in table):
+    if ranks > 1 and one.size > 0 and all(stated.rows >= one.size and stated.first <= 0 for stated in table):
         raise ValueError(
             f"every rank has {one.rows} classes, and vocab_parallel.size is {one.size}: that is the whole vocabulary "
             f"on each of {ranks} ranks, and not its shards. Pass each rank its rows, or leave out vocab_parallel"
@@ -203,12 +230,15 @@ def _text(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _compare(name: str, whole: Tensor) -> None:
-    """Raise the same error on all ranks if an array (ranks, N) with one value per row differs between them."""
-    differs = (whole != whole[0]) & ~(whole.isnan() & whole[0].isnan())
-    if bool(differs.any()):
-        rank, row = differs.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name} of row {row} differs between ranks: it is {whole[0, row].item()} on rank 0 and "
-            f"{whole[rank, row].item()} on rank {rank}"
-        )
+def _difference(name: str, array: Tensor, group: Any) -> str:
+    """Return in which ranks an array (N,) or (N, K) of the rows differs from that of rank 0; "" if in none."""
+    shown = array.dim() == 1 and name != "support"
+    whole = gather((array if shown else line_checks(array)).contiguous(), group).wait()
+    bits = line_checks(whole.flatten()).view(whole.shape)
+    differs = bits != bits[0]
+    ranks = differs.any(-1).nonzero().flatten().tolist()
+    if not ranks:
+        return ""
+    row = int(differs[ranks[0]].nonzero()[0])
+    numbers = f": {whole[ranks[0], row].item()} instead of {whole[0, row].item()}" if shown else ""
+    return f"{name} of rank {', '.join(map(str, ranks))} differs from that of rank 0, first in row {row}{numbers}"

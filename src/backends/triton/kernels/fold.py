@@ -43,7 +43,7 @@ from xent.backends.triton.kernels.algebra import (
     row_at,
     times,
 )
-from xent.backends.triton.kernels.sums import column, larger, load_sums, owner, plus, put, rebased
+from xent.backends.triton.kernels.sums import check_of, column, larger, load_sums, owner, plus, put, rebased
 from xent.backends.triton.launches import kernel
 
 __all__ = ["fetch", "fill", "first_loads", "fold_kernel", "line_of", "row_sums", "shares_of"]
@@ -311,6 +311,7 @@ def fold_kernel(
     sums,  # (K, R) float32, rows `slot` apart
     slot: "i64",
     target_logits,  # (R,) float32 or None: replace the targets' raw logits
+    input_checks,  # (R,) int32 or None: checksums of the hidden states
     rows,  # the class weights are those of these classes
     numbers,
     start: "i64",  # index of the first row in `rows.order`, or in the call
@@ -318,6 +319,7 @@ def fold_kernel(
     first: "i32",  # the first class of the logits
     width: "i32",  # the number of classes
     vocabulary: "i32",
+    range_check: "i32",  # of the classes of this rank
     columns: tl.constexpr,  # see `Columns`
     way: tl.constexpr,  # see `Way`
     ADDS: tl.constexpr,  # merge the sums into those that are there
@@ -325,12 +327,16 @@ def fold_kernel(
     """Write the sums of one row."""
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
-    owned, y, w_y, a, ignored, number = owner(row, None, rows, ignore_index, first, width, vocabulary)
+    owned, y, w_y, a, ignored = owner(row, None, rows, ignore_index, first, width, vocabulary)
+    checks = 0.0, 0.0
+    if columns.check >= 0:
+        check = check_of(row, here, ignored, rows, input_checks)
+        checks = check.to(tl.float32, bitcast=True), range_check.to(tl.float32, bitcast=True)
     activation = activation_of(row, None, rows, numbers)
     place = sums + here
     if (ignored if way.all_rows else ignored | (a == 0)) != 0:
         least = -float("inf")
-        put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0, number), columns)
+        put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0) + checks, columns)
     else:
         line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, 0, width, way)
         loads = first_loads(line, y, way)
@@ -362,5 +368,5 @@ def fold_kernel(
             if way.predicted:
                 other = column(place, slot, None, columns.place).to(tl.int32, bitcast=True)
                 top, found = larger(column(place, slot, None, columns.key), other, top, found)
-        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True), number)  # type: ignore[assignment]
+        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)) + checks  # type: ignore[assignment]
         put(place, slot, None, made, columns)

@@ -25,6 +25,7 @@ from xent.backends.triton.kernels.algebra import (
     gradient_factor,
     load,
     numbers_of,
+    of_row,
     position,
     row_at,
     row_facts,
@@ -34,6 +35,7 @@ from xent.backends.triton.launches import kernel
 
 __all__ = [
     "EXCLUDED",
+    "check_of",
     "column",
     "divisor_kernel",
     "finish_kernel",
@@ -50,6 +52,7 @@ __all__ = [
 
 
 EXCLUDED = tl.constexpr(-2)  # the class of a row whose gradient is 0
+MULTIPLIER = tl.constexpr(-1640531535)  # odd, 2^32 divided by the golden ratio, as int32
 
 
 @triton.jit
@@ -64,7 +67,7 @@ def column(place, slot, inside, COLUMN: tl.constexpr):
 @triton.jit
 def put(place, slot, inside, values, columns: tl.constexpr):
     """Store the values of columns, in the order of `Columns`."""
-    for k in tl.static_range(13):
+    for k in tl.static_range(14):
         if columns[k] >= 0:
             tl.store(place + columns[k] * slot, values[k], mask=inside)
 
@@ -116,8 +119,8 @@ def larger(key, place, other_key, other_place):
 def owner(row, inside, rows, ignore_index, first, width, vocabulary):
     """Return whether the target of a row is among the classes [first, first + width), and its place among them.
 
-    The place is `width` if it is not. Return also its class weight, 0 if it is not, the row's sample weight, whether it
-    is ignored, and the given target as the sums have it, by which ranks compare their targets: its bits as a float.
+    The place is `width` if it is not. Return also its class weight, 0 if it is not, the row's sample weight, and
+    whether it is ignored.
     """
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
     owned = (y >= first) & (y < first + width) & ~(ignored | invalid)
@@ -125,8 +128,33 @@ def owner(row, inside, rows, ignore_index, first, width, vocabulary):
     w_y = tl.where(owned, 1.0, 0.0)
     if rows.class_weight is not None:  # a rank may have no class
         w_y = tl.load(rows.class_weight + y, mask=owned, other=0.0)
-    number = load(rows.target + row, inside, 0).to(tl.int32).to(tl.float32, bitcast=True)
-    return owned, y, w_y, a, ignored, number
+    return owned, y, w_y, a, ignored
+
+
+@triton.jit
+def check_of(row, here, ignored, rows, input_checks):
+    """Return the checksum (int32) of a row, which must be equal on all ranks; see `shards.checks.row_checks`."""
+    check = row.to(tl.int32) * MULTIPLIER + tl.load(rows.target + row).to(tl.int32)
+    if rows.sample_weight is not None:
+        check = check * MULTIPLIER + of_row(rows.sample_weight, row, None, 0.0).to(tl.int32, bitcast=True)
+    if rows.temperature is not None:
+        temperature = of_row(rows.temperature, row, None, 0.0).to(tl.int32, bitcast=True)
+        check = check * MULTIPLIER + tl.where(ignored, 0, temperature)
+    if input_checks is not None:
+        check = check * MULTIPLIER + tl.where(ignored, 0, tl.load(input_checks + here))
+    return check
+
+
+@triton.jit
+def _checked(block, places):
+    """Return the bits of the elements of a row times odd factors of their places, int32. Their sum is its checksum."""
+    factors = (places + 1).to(tl.int32) * MULTIPLIER
+    factors = ((factors ^ (factors >> 15)) * MULTIPLIER) | 1
+    if block.dtype.primitive_bitwidth == 16:
+        bits = block.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = block.to(tl.int32, bitcast=True)
+    return bits * factors
 
 
 @kernel
@@ -147,6 +175,7 @@ def finish_kernel(
     first: "i32",  # the first class of this rank
     width: "i32",
     vocabulary: "i32",
+    range_check: "i32",  # of all classes
     columns: tl.constexpr,  # see `Columns`
     way: tl.constexpr,  # see `Way`
     BLOCK: tl.constexpr,
@@ -156,12 +185,19 @@ def finish_kernel(
     inside = here < count
     row = row_at(start + here, inside, rows)
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
-    if columns.id >= 0:  # a target that differs between ranks is invalid on all of them
-        own = column(sums + here, count, inside, columns.id).to(tl.int32, bitcast=True)
+    checks = 0.0, 0.0
+    if columns.check >= 0:
+        # A row that differs between ranks is invalid on all of them, and so are all rows if classes do not tile [0, V).
+        own = column(sums + here, count, inside, columns.check).to(tl.int32, bitcast=True)
+        all_classes = tl.zeros([BLOCK], tl.int32)
         differs = own != own
-        for rank in range(1, ranks):
-            other = column(sums + rank * rank_stride + here, count, inside, columns.id)
-            differs = differs | (other.to(tl.int32, bitcast=True) != own)
+        for rank in range(ranks):
+            place = sums + rank * rank_stride + here
+            differs = differs | (column(place, count, inside, columns.check).to(tl.int32, bitcast=True) != own)
+            all_classes += column(place, count, inside, columns.range).to(tl.int32, bitcast=True)
+        differs = differs | (all_classes != range_check)
+        marked = tl.where(differs, range_check + 1, range_check)  # for the backward pass
+        checks = 0.0, marked.to(tl.float32, bitcast=True)
         ignored = ignored & ~differs
         invalid = invalid | differs
         a = tl.where(differs, 1.0, a)
@@ -190,7 +226,7 @@ def finish_kernel(
             own_found = column(place, count, inside, columns.place).to(tl.int32, bitcast=True)
             key, found = larger(key, found, column(place, count, inside, columns.key), own_found)
     if saved is not None:
-        values = merged + (m, z_y, w_y, key, found.to(tl.float32, bitcast=True), 0.0)
+        values = merged + (m, z_y, w_y, key, found.to(tl.float32, bitcast=True)) + checks
         put(saved + row, saved_row, inside, values, columns)
 
     rest, below, weights, mixed, squares, deficit, _counted = merged
@@ -252,13 +288,13 @@ def join_kernel(
         rest = kept * rest + tl.sum(share * part_rest, 0)
         peak = largest
     row = row_at(start + here, inside, rows)
-    owned, _y, w_y, _a, _ignored, number = owner(row, inside, rows, ignore_index, first, width, vocabulary)
+    owned, _y, w_y, _a, _ignored = owner(row, inside, rows, ignore_index, first, width, vocabulary)
     place = sums + here
     _rest, below, weights, _mixed, squares, deficit, counted = load_sums(place, slot, inside, finite(peak), columns)
     z_y = tl.where(owned, tl.load(target_logits + here, mask=inside, other=0.0), 0.0)
     key, found = column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
     made = rest, below, weights, mixed * LN2, squares, deficit, counted
-    put(place, slot, inside, made + (peak, z_y, w_y, key, found, number), columns)
+    put(place, slot, inside, made + (peak, z_y, w_y, key, found, 0.0, 0.0), columns)
 
 
 @kernel
@@ -324,6 +360,7 @@ def select_kernel(
     bias,  # (C,), contiguous, or None
     selected,  # (R, D), contiguous; or None
     target_logits,  # (R,) float32, 0 for the targets of other ranks; or None
+    checks,  # (R,) int32: checksums of the hidden states; or None
     rows,
     start: "i64",
     ignore_index: "i64",
@@ -347,9 +384,12 @@ def select_kernel(
     owned = (y >= 0) & (y < width)
     own_size = tl.where(owned, size, 0)
     sums = tl.zeros([BLOCK], tl.float32)
+    check = tl.zeros([BLOCK], tl.int32)
     for first in range(0, size, BLOCK):
         columns = (first + tl.arange(0, BLOCK)).to(tl.int64)
         h = tl.load(hidden + row * hidden_row + columns * hidden_column, mask=columns < size, other=0.0)
+        if checks is not None:
+            check += _checked(h, columns)
         if target_logits is not None:
             # Round to the dtype of the matrix product.
             rounded = h.to(weight.dtype.element_ty).to(tl.float32)
@@ -359,6 +399,8 @@ def select_kernel(
             zero = tl.zeros([BLOCK], selected.dtype.element_ty)
             kept = tl.where(excluded, zero, h.to(selected.dtype.element_ty))
             tl.store(selected + here * size + columns, kept, mask=columns < size)
+    if checks is not None:
+        tl.store(checks + here, tl.sum(check, 0))
     if target_logits is not None:
         z = tl.sum(sums, 0)
         if bias is not None:
