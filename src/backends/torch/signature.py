@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from xent.backends.torch import private
-from xent.core.call import ArraySlot, GroupSlot, NumberSlot
+from xent.core.call import ArraySlot, GroupSlot, NumberSlot, Shards
 from xent.core.signature import Function, bucket
 from xent.core.spec import LinearTeacher, Subset, Support, TopKTeacher, VocabParallel
 from xent.core.validate import RANGES, number_of
@@ -36,6 +36,13 @@ _RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
     Support: ("support", ("ids", "offsets")),
     Subset: ("subset", ("teacher", "ids")),
 }
+
+
+_SHARDS: dict[type, tuple[str, ...]] = {
+    VocabParallel: ("first", "size", "sequence_parallel"),
+    Shards: ("first", "size", "axis", "reduces"),  # those of DTensors
+}
+"""The fields that are not the group."""
 
 
 class _NotPlain(Exception):
@@ -101,7 +108,9 @@ def stand_ins(
             return dataclasses.replace(value, **{field: stand_in(named[field], inner[field]) for field in fields})
         if name == "vocab_parallel":
             count += 1
-            shards = value if isinstance(value, VocabParallel) else VocabParallel(value)
+            if kind is Shards:
+                return value._replace(group=GroupSlot(place))
+            shards = value if kind is VocabParallel else VocabParallel(value)
             return dataclasses.replace(shards, group=GroupSlot(place))
         return value
 
@@ -156,12 +165,11 @@ def _add(name: str, argument: Any, axis: int, parts: list[Any], operands: list[A
 def _add_shards(argument: Any, parts: list[Any], operands: list[Any]) -> None:
     from xent.backends.torch.shards.ranges import group_of
 
-    group, numbers = group_of(argument), ()
-    if isinstance(argument, VocabParallel):
-        numbers = (argument.first, argument.size, argument.sequence_parallel)
+    group, kind = group_of(argument), type(argument)
+    numbers = [getattr(argument, field) for field in _SHARDS.get(kind, ())]
     if any(type(number) not in _CONSTANTS for number in numbers):
         raise _NotPlain
-    parts.append(("vocab_parallel", group.group_name, group.rank(), group.size(), *map(type, numbers), *numbers))
+    parts.append(("vocab_parallel", kind, group.group_name, group.rank(), group.size(), *map(type, numbers), *numbers))
     operands.append(group)
 
 
