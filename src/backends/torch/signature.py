@@ -40,7 +40,7 @@ _RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
 
 _SHARDS: dict[type, tuple[str, ...]] = {
     VocabParallel: ("first", "size", "sequence_parallel"),
-    Shards: ("first", "size", "axis", "reduces"),  # those of DTensors
+    Shards: tuple(field for field in Shards._fields if field != "group"),  # of DTensors
 }
 """The fields that are not the group."""
 
