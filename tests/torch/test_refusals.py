@@ -205,3 +205,18 @@ def test_a_classifier_of_another_dtype(target: Target, tensors: dict[str, Tensor
         bias = torch.zeros(11, device=target.device).double()
         with pytest.raises(TypeError, match=r"linear_bias must have the dtype of input, torch.float32"):
             xent.linear_cross_entropy(source, weight, tensors["target"], linear_bias=bias)
+
+
+def test_tensors_of_two_devices_are_refused(target: Target, tensors: dict[str, Tensor]) -> None:
+    x, w, y = (tensors[name].to("meta") for name in ("input", "linear_weight", "target"))
+    placed = torch.zeros(6, device=target.device)
+    with pytest.raises(ValueError, match=f"must be on one device: input is on meta, target on {target.device}"):
+        xent.linear_cross_entropy(x, w, placed.long())
+    with pytest.raises(ValueError, match=f"input is on meta, sample_weight on {target.device}"):
+        xent.linear_cross_entropy(x, w, y, sample_weight=placed)
+    assert xent.linear_cross_entropy(x, w, y, normalizer=torch.tensor(3)).device.type == "meta"
+
+
+def test_uint64_targets_are_refused(target: Target, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"target must hold class indices .* got dtype uint64"):
+        xent.cross_entropy(tensors["logits"], tensors["target"].to(torch.uint64))
