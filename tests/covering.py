@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FULL", "combinations_of", "covering", "crossed"]
+__all__ = ["FULL", "INTERPRETED", "combinations_of", "covering", "crossed", "dealt"]
 
 FULL = os.environ.get("XENT_TEST_FULL") == "1"
 """Whether to run full products, and other tests that take too long for every contribution."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's interpreter runs the kernels: it takes a thousand times longer than a GPU."""
 
 _CANDIDATES = 6
 
@@ -90,7 +93,18 @@ def crossed(costly: str = "", **factors: Iterable[Any]) -> tuple[str, list[Any]]
 
     Where these pairs allow it, a row has the first value of the parameter `costly`.
     """
+    return _parameters(factors, 2, costly)
+
+
+def dealt(**factors: Iterable[Any]) -> tuple[str, list[Any]]:
+    """Return arguments for `parametrize`: the product, or in the interpreter rows with every value of a parameter."""
+    return _parameters(factors, 1 if INTERPRETED else len(factors))
+
+
+def _parameters(factors: Mapping[str, Iterable[Any]], strength: int, costly: str = "") -> tuple[str, list[Any]]:
     values = {name: tuple(some) for name, some in factors.items()}
-    rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors), costly)]
-    rows = list(product(*values.values())) if FULL else rows
+    if FULL or strength == len(values):
+        rows = list(product(*values.values()))
+    else:
+        rows = [tuple(row.values()) for row in covering(values, strength, ", ".join(factors), costly)]
     return ",".join(factors), [pytest.param(*row, id="-".join(str(value) for value in row)) for row in rows]

@@ -28,7 +28,7 @@ from tests.test_stats import (  # noqa: F401
     test_results_of_log_probabilities_equal_the_reference,
     test_statistics_equal_the_reference,
 )
-from tests.torch.test_layouts import test_expanded_logits, test_logits  # noqa: F401
+from tests.torch.test_layouts import test_views  # noqa: F401
 from xent.backends.metal import torch_machine
 from xent.backends.proof import Proof
 from xent.command.check.case import Case
