@@ -1,8 +1,8 @@
 """The matrix: the combinations of functions, options, dtypes, reductions and shapes that are tested.
 
 Their full product has tens of thousands of cases. The matrix has each option alone, each shape in each dtype, and a
-covering set: every combination of two options in each dtype, and of three options in at least one dtype. In Triton's
-interpreter it has every combination of two options and dtypes.
+covering set: every combination of two options in each dtype, and of three options in at least one dtype. Where
+kernels are slow, interpreted or emulated, it has every combination of two options and dtypes.
 XENT_TEST_FULL=1, which `nox -s full` sets, adds covering sets with other seeds and the product of named options,
 reductions and dtypes.
 
@@ -15,7 +15,7 @@ from functools import cache
 from itertools import cycle, product
 from typing import Any
 
-from tests.covering import FULL, INTERPRETED, covering
+from tests.covering import FULL, SLOW, covering
 from tests.options import LOG_PROB_OPTIONS, OPTIONS, option_cases
 from xent.command.check.case import LOSSES as FUNCTIONS
 from xent.command.check.case import Case
@@ -119,7 +119,7 @@ def _rows(function: str, wide: bool, seed: int) -> list[dict[str, Any]]:
     factors = factors_of(function)
     if wide:
         return covering(factors | {"dtype": ("float64",)}, 2, f"{function} in float64, {seed}")
-    return covering(factors, 2 if INTERPRETED and not FULL else 3, f"{function}, {seed}")
+    return covering(factors, 2 if SLOW and not FULL else 3, f"{function}, {seed}")
 
 
 def covering_cases(function: str, dtype: str, seed: int = 0) -> list[Case]:

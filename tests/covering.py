@@ -7,19 +7,22 @@ implications for software testing", IEEE Transactions on Software Engineering 30
 
 import os
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-__all__ = ["FULL", "INTERPRETED", "combinations_of", "covering", "crossed", "dealt"]
+__all__ = ["FULL", "SLOW", "combinations_of", "covering", "crossed", "dealt"]
 
 FULL = os.environ.get("XENT_TEST_FULL") == "1"
 """Whether to run full products, and other tests that take too long for every contribution."""
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter runs the kernels: it takes a thousand times longer than a GPU."""
+SLOW = os.environ.get("TRITON_INTERPRET") == "1" or (
+    os.environ.get("XENT_TEST_BACKENDS") == "metal" and sys.platform != "darwin"
+)
+"""Whether kernels are interpreted, a thousand times slower than on a GPU, or compiled one by one for an emulator."""
 
 _CANDIDATES = 6
 
@@ -97,8 +100,8 @@ def crossed(costly: str = "", **factors: Iterable[Any]) -> tuple[str, list[Any]]
 
 
 def dealt(**factors: Iterable[Any]) -> tuple[str, list[Any]]:
-    """Return arguments for `parametrize`: the product, or in the interpreter rows with every value of a parameter."""
-    return _parameters(factors, 1 if INTERPRETED else len(factors))
+    """Return arguments for `parametrize`: the product, or with slow kernels rows with every value of a parameter."""
+    return _parameters(factors, 1 if SLOW else len(factors))
 
 
 def _parameters(factors: Mapping[str, Iterable[Any]], strength: int, costly: str = "") -> tuple[str, list[Any]]:

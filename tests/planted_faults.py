@@ -393,7 +393,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: entropy of a sure row", KERNELS + "algebra.py",
-        "near = nll + LN2 * (", "near = LN2 * (", ("tests/triton/test_statistics.py", "-k", "sure"), "triton",
+        "near = nll + LN2 * (", "near = LN2 * (", ("tests/triton/test_rows.py", "-k", "sure_row"), "triton",
     ),
     Fault(
         "kernel: sum of squares of a sure row", KERNELS + "algebra.py",
@@ -478,7 +478,7 @@ FAULTS = [
     Fault(
         "kernel: shares without smoothing", KERNELS + "fold.py",
         "(weights[3] * q + weights[4]) * share", "weights[3] * q * share",
-        ("tests/triton/test_probabilities.py", "-k", "smoothing"), "triton",
+        ("tests/triton/test_probabilities.py", MATRIX, "-k", "probabilities and smoothing"), "triton",
     ),
     Fault(
         "kernel: target outside its support", KERNELS + "algebra.py",

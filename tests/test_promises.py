@@ -10,7 +10,7 @@ import pytest
 import xent
 from tests.calls import OPTIONS, PROMISED, call_of, log_prob_case, results_of, upstream_of
 from tests.cases import EVERYWHERE, FUNCTIONS, LOG_PROBS
-from tests.covering import FULL, INTERPRETED, crossed
+from tests.covering import FULL, SLOW, crossed
 from tests.options import LOG_PROB_OPTIONS
 from tests.targets import Target
 from xent.command.check.case import Case, make_inputs
@@ -66,7 +66,7 @@ LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         (layout, case)
         for place, layout in enumerate(LAYOUTS)
         for number, case in enumerate(PROMISED)
-        if FULL or (place + number) % (6 if INTERPRETED else 2) == 0
+        if FULL or (place + number) % (6 if SLOW else 2) == 0
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ def results(logits: Tensor, given: Tensor, backend: str) -> dict[str, Tensor]:
     *crossed(
         name=[name for name in OPTIONS if name.startswith("probabilities")],
         dtype=EVERYWHERE,
-        vocabulary=[1, 33, 1500],
+        vocabulary=[2, 33, 1500],
         stats=[(), DIFFERENTIABLE],
     )
 )
