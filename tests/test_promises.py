@@ -322,27 +322,6 @@ def test_impossible_target_has_infinite_loss_and_finite_gradient(target: Target)
     np.testing.assert_allclose(target.harness.numpy(gradient)[0, 1], -1.0)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in PROMISED if case.function in FUNCTIONS and case.reduction == "none" and not case.shift],
-    ids=str,
-)
-def test_masked_spans_with_reduction_none(target: Target, case: Case) -> None:
-    """Rows with an upstream gradient of 0 have a gradient of exactly 0, and do not affect other rows."""
-    case = target.sized(case)
-    inputs = make_inputs(case)
-    span = np.zeros(case.rows, bool)
-    span.reshape(-1)[span.size // 5 : span.size * 5 // 8] = True
-    call, arrays = call_of(target, case, inputs)
-    masked, whole = (
-        target.harness.gradients(call, arrays, target.arrays(np.where(off, 0.0, inputs.upstream))[0])[1][0]
-        for off in (span, np.zeros_like(span))
-    )
-    masked, whole = target.harness.numpy(masked), target.harness.numpy(whole)
-    assert (masked[span] == 0).all()
-    np.testing.assert_array_equal(masked[~span], whole[~span])
-
-
 SHIFTED = [
     *(
         Case("linear_cross_entropy", (3, 9), 21, "float32", "", options, reduction, stats=("count",))
