@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 import xent
 from tests.covering import crossed
 from tests.targets import Target
-from xent.integrations.torch import LinearCrossEntropyLoss
 
 NO_FORWARD_MODE = "{} carries a tangent, and xent computes no forward-mode derivatives"
 
@@ -163,20 +162,6 @@ def test_sharded_tensors_raise() -> None:
             xent.linear_cross_entropy(torch.randn(6, 8), weight, torch.zeros(6, dtype=torch.int64))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "error"),
-    [
-        ("shift", -1, ValueError),
-        ("workspace", 1e9, TypeError),
-        ("workspace", -1, ValueError),
-        ("z_loss", -1.0, ValueError),
-    ],
-)
-def test_modules_refuse_wrong_options_when_they_are_made(option: str, value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{option} must be"):
-        LinearCrossEntropyLoss(8, 11, **{option: value})
 
 
 def test_module_instead_of_its_weight(tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ LONG = {torch.float32: (32_000, 50_257), torch.bfloat16: (65_600, 80_001)}
 CASES = [(dtype, vocabulary) for dtype in LONG for vocabulary in LONG[dtype]]
 
 
-@pytest.mark.parametrize(*dealt(case=CASES, name=[name for name in OPTIONS if "temperature" not in name]))
+@pytest.mark.parametrize(*dealt(case=CASES, name=OPTIONS))
 def test_options(target: Target, case: tuple[torch.dtype, int], name: str) -> None:
     dtype, vocabulary = case
     compare(draw(target, vocabulary, dtype, name, "loss", rows=3))
