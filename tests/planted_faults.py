@@ -373,6 +373,19 @@ FAULTS = [
         "return summed[: self.shape[self.axis]].flip(0).movedim(0, self.axis)", (SHARDS, PROMISES),
     ),
     Fault(
+        "tokens of ranks gathered in another order", "backends/torch/shards/collectives.py",
+        "return pieces.flatten(0, 1)[: self.length]", "return pieces.flip(0).flatten(0, 1)[: self.length]", (SHARDS,),
+    ),
+    Fault(
+        "gradient of tokens not summed over ranks", "backends/torch/shards/collectives.py",
+        "_scatter(out, pieces, group=self.group, async_op=True) if out.numel() else None",
+        "[out.copy_(pieces[: len(out)]), None][1]", (SHARDS,),
+    ),
+    Fault(
+        "class weights of another rank's targets", PORTABLE + "rows.py",
+        "        found = add_up(found, shards.group).wait()", "        pass", (SHARDS,),
+    ),
+    Fault(
         "a kernel's pull of a divergence in shards", KERNELS + "divergence_kernel.py",
         "pulls += times(p, v) if REVERSE else p * v", "pulls += p * v * 0.5",
         ("tests/triton/test_ranks.py", "-k", "divergences"), "triton",

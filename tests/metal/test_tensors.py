@@ -63,7 +63,11 @@ def test_loss_and_gradients(target: Target, case: Case) -> None:
     passes(target, case)
 
 
-@pytest.mark.parametrize("case", [case for case in matrix() if case.function == "cross_entropy"][::2], ids=str)
+OF_LOGITS = [case for case in matrix() if case.function == "cross_entropy"][::2]
+OF_LOGITS += paired_cases("cross_entropy", EVERYWHERE, 1)
+
+
+@pytest.mark.parametrize("case", OF_LOGITS, ids=str)
 def test_inplace_and_statistics(target: Target, case: Case) -> None:
     inputs = make_inputs(case)
     for one, other in zip(
