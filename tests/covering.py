@@ -99,9 +99,12 @@ def crossed(costly: str = "", **factors: Iterable[Any]) -> tuple[str, list[Any]]
     return _parameters(factors, 2, costly)
 
 
-def dealt(**factors: Iterable[Any]) -> tuple[str, list[Any]]:
-    """Return arguments for `parametrize`: the product, or with slow kernels rows with every value of a parameter."""
-    return _parameters(factors, 1 if SLOW else len(factors))
+def dealt(together: int = 1, /, **factors: Iterable[Any]) -> tuple[str, list[Any]]:
+    """Return arguments for `parametrize`: the product, or with slow kernels rows with every value of a parameter.
+
+    `together`: 2 for rows with every pair of values.
+    """
+    return _parameters(factors, together if SLOW else len(factors))
 
 
 def _parameters(factors: Mapping[str, Iterable[Any]], strength: int, costly: str = "") -> tuple[str, list[Any]]:

@@ -22,6 +22,7 @@ def test_many_rows(target: Target) -> None:
 
 @pytest.mark.parametrize(
     *dealt(
+        2,
         count=[1, 16, 17, 256, 257],
         weights=["none", "weights", "zero", "cancelling", "all ignored"],
         function=["cross_entropy", "linear_cross_entropy"],

@@ -79,7 +79,7 @@ PLACES = [(31, 3), (31, 12), (8200, 20), (8201, 8200), (12_288, 5000)]
 """(classes, target): the target in the first, a middle and the last block."""
 
 
-@pytest.mark.parametrize(*dealt(place=PLACES, dtype=DTYPES, asked=["loss", "gradients of statistics", "statistics"]))
+@pytest.mark.parametrize(*dealt(2, place=PLACES, dtype=DTYPES, asked=["loss", "gradients of statistics", "statistics"]))
 def test_hard_rows(target: Target, place: tuple[int, int], dtype: torch.dtype, asked: str) -> None:
     """Each row must not affect the others."""
     vocabulary, y = place
