@@ -1,7 +1,8 @@
 """The matrix: the combinations of functions, options, dtypes, reductions and shapes that are tested.
 
 Their full product has tens of thousands of cases. The matrix has each option alone, each shape in each dtype, and a
-covering set: every combination of two options in each dtype, and of three options in at least one dtype.
+covering set: every combination of two options in each dtype, and of three options in at least one dtype. Where
+kernels are slow, interpreted or emulated, it has every combination of two options and dtypes.
 XENT_TEST_FULL=1, which `nox -s full` sets, adds covering sets with other seeds and the product of named options,
 reductions and dtypes.
 
@@ -14,7 +15,7 @@ from functools import cache
 from itertools import cycle, product
 from typing import Any
 
-from tests.covering import FULL, covering
+from tests.covering import FULL, SLOW, covering
 from tests.options import LOG_PROB_OPTIONS, OPTIONS, option_cases
 from xent.command.check.case import LOSSES as FUNCTIONS
 from xent.command.check.case import Case
@@ -118,7 +119,7 @@ def _rows(function: str, wide: bool, seed: int) -> list[dict[str, Any]]:
     factors = factors_of(function)
     if wide:
         return covering(factors | {"dtype": ("float64",)}, 2, f"{function} in float64, {seed}")
-    return covering(factors, 3, f"{function}, {seed}")
+    return covering(factors, 2 if SLOW and not FULL else 3, f"{function}, {seed}")
 
 
 def covering_cases(function: str, dtype: str, seed: int = 0) -> list[Case]:
@@ -127,12 +128,15 @@ def covering_cases(function: str, dtype: str, seed: int = 0) -> list[Case]:
     return [_covered(base, row, seed) for row in _rows(function, dtype == "float64", seed) if row["dtype"] == dtype]
 
 
-def paired_cases(function: str, dtypes: tuple[str, ...], seed: int = 0) -> list[Case]:
-    """Return cases with every combination of two settings; for a loss, cases whose statistics have gradients."""
+def paired_cases(function: str, dtypes: tuple[str, ...], together: int = 2) -> list[Case]:
+    """Return cases with every combination of two settings; for a loss, cases whose statistics have gradients.
+
+    `together`: 1 for cases with every setting.
+    """
     linear = OF_LINEAR if function.startswith("linear_") else {}
     factors = {"dtype": dtypes} | (FACTORS_OF_STATS if function in FUNCTIONS else FACTORS_OF_LOG_PROBS) | linear
-    rows = covering(factors, 2, f"pairs of {function} in {', '.join(dtypes)}, {seed}")
-    return [_covered(Case(function, (4, 12), 67, row["dtype"], ""), row, seed) for row in rows]
+    rows = covering(factors, together, f"pairs of {function} in {', '.join(dtypes)}, 0")
+    return [_covered(Case(function, (4, 12), 67, row["dtype"], ""), row, 0) for row in rows]
 
 
 def _covered(base: Case, row: dict[str, Any], seed: int) -> Case:

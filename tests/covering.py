@@ -7,16 +7,22 @@ implications for software testing", IEEE Transactions on Software Engineering 30
 
 import os
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-__all__ = ["FULL", "combinations_of", "covering", "crossed"]
+__all__ = ["FULL", "SLOW", "combinations_of", "covering", "crossed", "dealt"]
 
 FULL = os.environ.get("XENT_TEST_FULL") == "1"
 """Whether to run full products, and other tests that take too long for every contribution."""
+
+SLOW = os.environ.get("TRITON_INTERPRET") == "1" or (
+    os.environ.get("XENT_TEST_BACKENDS") == "metal" and sys.platform != "darwin"
+)
+"""Whether kernels are interpreted, a thousand times slower than on a GPU, or compiled one by one for an emulator."""
 
 _CANDIDATES = 6
 
@@ -90,7 +96,21 @@ def crossed(costly: str = "", **factors: Iterable[Any]) -> tuple[str, list[Any]]
 
     Where these pairs allow it, a row has the first value of the parameter `costly`.
     """
+    return _parameters(factors, 2, costly)
+
+
+def dealt(together: int = 1, /, **factors: Iterable[Any]) -> tuple[str, list[Any]]:
+    """Return arguments for `parametrize`: the product, or with slow kernels rows with every value of a parameter.
+
+    `together`: 2 for rows with every pair of values.
+    """
+    return _parameters(factors, together if SLOW else len(factors))
+
+
+def _parameters(factors: Mapping[str, Iterable[Any]], strength: int, costly: str = "") -> tuple[str, list[Any]]:
     values = {name: tuple(some) for name, some in factors.items()}
-    rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors), costly)]
-    rows = list(product(*values.values())) if FULL else rows
+    if FULL or strength == len(values):
+        rows = list(product(*values.values()))
+    else:
+        rows = [tuple(row.values()) for row in covering(values, strength, ", ".join(factors), costly)]
     return ",".join(factors), [pytest.param(*row, id="-".join(str(value) for value in row)) for row in rows]

@@ -378,6 +378,19 @@ FAULTS = [
         "return summed[: self.shape[self.axis]].flip(0).movedim(0, self.axis)", (SHARDS, PROMISES),
     ),
     Fault(
+        "tokens of ranks gathered in another order", "backends/torch/shards/collectives.py",
+        "return pieces.flatten(0, 1)[: self.length]", "return pieces.flip(0).flatten(0, 1)[: self.length]", (SHARDS,),
+    ),
+    Fault(
+        "gradient of tokens not summed over ranks", "backends/torch/shards/collectives.py",
+        "_scatter(out, pieces, group=self.group, async_op=True) if out.numel() else None",
+        "[out.copy_(pieces[: len(out)]), None][1]", (SHARDS,),
+    ),
+    Fault(
+        "class weights of another rank's targets", PORTABLE + "rows.py",
+        "        found = add_up(found, shards.group).wait()", "        pass", (SHARDS,),
+    ),
+    Fault(
         "a kernel's pull of a divergence in shards", KERNELS + "divergence_kernel.py",
         "pulls += times(p, v) if REVERSE else p * v", "pulls += p * v * 0.5",
         ("tests/triton/test_ranks.py", "-k", "divergences"), "triton",
@@ -398,7 +411,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: entropy of a sure row", KERNELS + "algebra.py",
-        "near = nll + LN2 * (", "near = LN2 * (", ("tests/triton/test_statistics.py", "-k", "sure"), "triton",
+        "near = nll + LN2 * (", "near = LN2 * (", ("tests/triton/test_rows.py", "-k", "sure_row"), "triton",
     ),
     Fault(
         "kernel: sum of squares of a sure row", KERNELS + "algebra.py",
@@ -488,7 +501,7 @@ FAULTS = [
     Fault(
         "kernel: shares without smoothing", KERNELS + "fold.py",
         "(weights[3] * q + weights[4]) * share", "weights[3] * q * share",
-        ("tests/triton/test_probabilities.py", "-k", "smoothing"), "triton",
+        ("tests/triton/test_probabilities.py", MATRIX, "-k", "probabilities and smoothing"), "triton",
     ),
     Fault(
         "kernel: target outside its support", KERNELS + "algebra.py",

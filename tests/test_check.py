@@ -1,26 +1,23 @@
 """`python -m xent check`: its cases, its progress, its summary, and what counts as a failure."""
 
-import os
 import re
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import pytest
 
 from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
-from tests.targets import Target, backend_of
+from tests.targets import Target
 from xent.__main__ import main
 from xent.command.check import run
 from xent.command.check.case import Case
 from xent.command.check.judge import Comparison, judge_case
-from xent.command.check.run import FUNCTIONS, Work, check_all, chunk_cases, covering, pairs, planned, reaching, summary
+from xent.command.check.run import FUNCTIONS, Work, check_all, planned, reaching, summary
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -38,41 +35,6 @@ def test_results_without_gradients_are_judged(target: Target) -> None:
     case = Case("cross_entropy", (3,), 50, "float32", "")
     outputs = [result.output for result in judge_case(target.backend, target.harness, replace(case, alone=True))]
     assert outputs == ["loss", "logits", "loss without gradients"]
-
-
-def test_chunk_cases_have_several_chunks(target: Target) -> None:
-    one, several, *_ = chunk_cases("linear_cross_entropy", "float32")
-    assert one.workspace is None
-    assert several.workspace is not None
-    assert several.workspace // (several.vocabulary * 4) * 3 < several.rows[0]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_size_is_reached_in_one_dtype(function: str) -> None:
-    cases = reaching(Watched(), function, "bfloat16")
-    assert len(cases) == len({str(case) for case in cases})
-    assert len(reaching(Watched(), function, "float16")) < len(cases)
-    if function.endswith("divergence"):
-        assert {case.teacher for case in cases} == {"logits", "linear", "bucket", "renormalize", "drop"}
-    else:
-        assert {67, 40_000} <= {case.vocabulary for case in cases}
-
-
-def test_a_covering_set_has_every_pair() -> None:
-    factors = {"a": ({"a": 0}, {"a": 1}, {"a": 2}), "b": ({}, {"b": 1}), "c": ({"c": 0}, {"c": 1}, {"c": 2})}
-    rows = covering(factors, "some")
-    for one, other in combinations(range(3), 2):
-        values = list(factors.values())
-        found = [(row[one], row[other]) for row in rows]
-        assert all((left, right) in found for left in values[one] for right in values[other])
-    assert len(rows) <= 12
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_pairs_are_cases_with_names_of_their_own(function: str) -> None:
-    cases = pairs(function, "float32")
-    assert 10 < len(cases) < 40
-    assert len({str(case) for case in cases}) == len(cases)
 
 
 class Watched:
@@ -154,85 +116,6 @@ def test_a_fast_path_that_is_off_is_a_note(monkeypatch: pytest.MonkeyPatch) -> N
     assert not harness.has_passed
 
 
-def few_cases() -> dict[Any, Any]:
-    cases = {}
-    for function in FUNCTIONS[:2]:
-        every = option_cases(function, "float32")
-        cases[function, "float32"] = every[:14:4] + every[1:4]
-    cases["divergence", "float32"] = divergence_cases("divergence", "float32")[:2]
-    return cases
-
-
-def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is "torch", which runs in any process on every machine with PyTorch."""
-    pytest.importorskip("torch")
-    backend = backend_of("torch")
-    monkeypatch.setattr(run, "_NEIGHBOURS", 2)
-    lines, sentences = [], []
-    for processes in (1, 2):
-        harness = backend.harness("cpu")
-        monkeypatch.setattr(harness, "processes", processes)
-        work = Work(backend, "cpu", harness, few_cases())
-        lines.append(list(check_all([work])))
-        sentences.append(summary([work], lines[-1]))
-    assert lines[0] == lines[1]
-    assert sentences[0] == sentences[1]
-    assert sentences[0].startswith(f"All {len(work)} cases passed; torch on cpu ran ")
-
-
-def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    backend = backend_of("torch")
-    harness = backend.harness("cpu")
-    monkeypatch.setattr(harness, "processes", 2)
-    good = option_cases("cross_entropy", "float32")[0]
-    cases = {("cross_entropy", "float32"): [good, replace(good, dtype="float31")]}
-    (line,) = check_all([Work(backend, "cpu", harness, cases)])
-    assert line.cases == 2
-    assert len(line.failed) == 1
-    assert line.failed[0].startswith("cross_entropy-4x12x67-float31-mean-plain: ")
-
-
-class Deadly:
-    """A number that ends the process that adds it to an array."""
-
-    def __init__(self, code: int | None) -> None:
-        self.code = code
-
-    def __radd__(self, other: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL) if self.code is None else os._exit(self.code)
-
-
-def test_a_process_that_ends_is_a_failed_case(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The others are judged, in a new process."""
-    pytest.importorskip("torch")
-    good = option_cases("cross_entropy", "float32")[:4]
-    dead = [replace(good[0], name=f"a name of {code}", offset=Deadly(code)) for code in (None, 3)]
-    cases = [good[0], dead[0], *good[1:], dead[1]]
-    monkeypatch.setattr(
-        run, "cases_of", lambda harness, function, dtype, full: cases if dtype == "float32" else good[:1]
-    )
-    monkeypatch.setattr(run, "FUNCTIONS", ("cross_entropy",))
-    monkeypatch.setattr(run, "_NEIGHBOURS", 2)
-    planned = run.planned
-    monkeypatch.setattr(run, "planned", lambda *given: [work for work in planned(*given) if work.device == "cpu"])
-    monkeypatch.setattr(type(backend_of("torch").harness("cpu")), "processes", 2)
-    assert main(["check", "torch"]) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"^torch +cpu +cross_entropy +float32 +6 .* 2 failed$", printed, re.MULTILINE)
-    for case, words in zip(dead, ("signal 9", "exit code 3"), strict=True):
-        command = f"python -m xent check torch --case '{case}'"
-        assert f"FAILED {case}: the process ended with {words}; to run it alone: {command}\n" in printed
-    assert re.search(r"^2 of \d+ cases failed; torch on cpu ran", printed, re.MULTILINE)
-    assert main(["check", "torch", "--case", str(dead[1])]) == 1
-    assert "1 of 1 cases failed" in capsys.readouterr().out
-    assert main(["check", "torch", "--case", str(good[1])]) == 0
-    assert main(["check", "torch", "--case", "another"]) == 2
-    assert "there is no case 'another'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("rich", [True, False])
 def test_lines_are_shown_behind_a_bar(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     if not rich:
@@ -242,19 +125,37 @@ def test_lines_are_shown_behind_a_bar(rich: bool, monkeypatch: pytest.MonkeyPatc
     assert not capsys.readouterr().out
 
 
-def test_command_prints_one_sentence_per_device(
+def test_check_passes_and_prints_a_table(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def few(harness: Any, function: str, dtype: str, full: bool) -> list[Any]:
+    def some(harness: Any, function: str, dtype: str, full: bool) -> list[Any]:
         if function.endswith("divergence"):
             return divergence_cases(function, dtype)[:2]
-        case = target.sized(option_cases(function, dtype)[0])
-        return [case, replace(case, vocabulary=300)]
+        return [target.sized(case) for case in option_cases(function, dtype)[::40]]
 
-    monkeypatch.setattr(run, "cases_of", few)
+    monkeypatch.setattr(run, "cases_of", some)
     assert main(["check", target.name]) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
+    first, *table, last = capsys.readouterr().out.splitlines()
     assert re.search(rf"^\d+ cases for {target.name} on .*: about \d+ s\.$", first)
+    works = planned([target.name])
+    assert sum("passed" in line for line in table) == 6 * sum(len(work.harness.dtypes) for work in works)
     assert last.startswith("All ")
-    for work in planned([target.name]):
-        assert f"{work} ran " in last
+    assert all(f"{work} ran " in last for work in works)
+
+
+def test_check_fails_when_a_gradient_is_wrong(
+    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "cases_of", lambda _, function, dtype, full: option_cases(function, dtype)[:3])
+    monkeypatch.setattr(run, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # cases run in this process, where `judge_case` is replaced
+    assert main(["check", target.name]) == 1
+    printed = capsys.readouterr().out
+    assert "3 failed" in printed
+    assert "FAILED cross_entropy-4x12x67-float32-mean-plain: logits" in printed
+
+
+@pytest.mark.parametrize("name", ["numpy", "nonsense"])
+def test_check_of_an_unavailable_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", name]) == 2
+    assert f"{name} cannot be checked" in capsys.readouterr().err

@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 
 import xent
-from tests.covering import FULL
-from tests.divergence.cases import divergence_cases
-from tests.options import option_cases
 from tests.targets import Target
 from xent.__main__ import main
 from xent.backends import TABLE
 from xent.command.check import run as report
-from xent.command.check.judge import Comparison
 
 dispatch = sys.modules[xent.backends.__module__]
 """The module that selects a backend."""
@@ -114,45 +110,8 @@ def test_command_lists_backends(capsys: pytest.CaptureFixture[str]) -> None:
         assert info.name in printed
 
 
-def test_check_passes_and_prints_a_table(
-    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    every = 1 if FULL else 40 if target.slow else 7  # the matrix has all cases
-
-    def some(harness: Any, function: str, dtype: str, full: bool) -> list[Any]:
-        if function.endswith("divergence"):
-            return divergence_cases(function, dtype)[::every]
-        return [target.sized(case) for case in option_cases(function, dtype)[::every]]
-
-    monkeypatch.setattr(report, "cases_of", some)
-    assert main(["check", target.name]) == 0
-    printed = capsys.readouterr().out
-    backends = [load() for (name, _), load in TABLE.items() if name == target.name]
-    harnesses = [backend.harness(device) for backend in backends for device in backend.info().devices]
-    lines = 6 * sum(len(harness.dtypes) for harness in harnesses)
-    assert printed.count("passed") == lines + 1  # and in the summary
-
-
-def test_check_fails_when_a_gradient_is_wrong(
-    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "cases_of", lambda _, function, dtype, full: option_cases(function, dtype)[:3])
-    monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # cases run in this process, where `judge_case` is replaced
-    assert main(["check", target.name]) == 1
-    printed = capsys.readouterr().out
-    assert "3 failed" in printed
-    assert "FAILED cross_entropy-4x12x67-float32-mean-plain: logits" in printed
-
-
 def test_check_skips_missing_and_unnamed_backends(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "TABLE", {("fake", "numpy"): lambda: fake})
     assert report.planned(["torch"]) == []
     fake.missing = "the moon is full"
     assert report.planned() == []
-
-
-@pytest.mark.parametrize("name", ["numpy", "nonsense"])
-def test_check_of_an_unavailable_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", name]) == 2
-    assert f"{name} cannot be checked" in capsys.readouterr().err

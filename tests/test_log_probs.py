@@ -24,15 +24,22 @@ from xent.core.spec import LOG_PROB_STATS
         dtype=["float32", "bfloat16", "float16"],
         options=OPTIONS,
         rows=[(2, 6), (70,)],
+        vocabulary=[300, 8201],
         workspace=[None, 20 * 600],
     )
 )
 def test_same_bits_with_and_without_gradients_and_statistics(
-    target: Target, function: str, dtype: str, options: str, rows: tuple[int, ...], workspace: int | None
+    target: Target,
+    function: str,
+    dtype: str,
+    options: str,
+    rows: tuple[int, ...],
+    vocabulary: int,
+    workspace: int | None,
 ) -> None:
     """Results have the same bits with and without gradients, entropy and statistics."""
     loop = {"workspace": workspace} if function == "linear_log_probs" else {}
-    case = target.sized(log_prob_case(function, options, dtype, rows=rows, vocabulary=300, **loop))
+    case = target.sized(log_prob_case(function, options, dtype, rows=rows, vocabulary=vocabulary, **loop))
     inputs = make_inputs(case)
     log_probs, entropy, lse, *_ = results_of(target, case, inputs)
     for asked in ({}, {"entropy": True}, {"stats": LOG_PROB_STATS}, {"entropy": True, "stats": ("lse",)}):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cases import DTYPES, FIELDS, OF_LINEAR
-from tests.covering import FULL, covering
+from tests.covering import FULL, SLOW, covering
 from tests.distributed.calls import Way
 from tests.distributed.cuts import CUTS, cut
 from tests.distributed.pool import PROCESSES
@@ -88,5 +88,5 @@ def saturated_cases(backend: str = "torch") -> list[Any]:
     return [
         pytest.param(replace(case, offset=8.0), replace(way, seed=seed), id=f"{case}, saturated, {seed}")
         for case in _SATURATED
-        for seed in range(3)
+        for seed in range(1 if SLOW else 3)
     ]

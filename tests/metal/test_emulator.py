@@ -105,24 +105,51 @@ def test_rounds_to_nearest_and_ties_to_even(emulator: Emulator, dtype: mx.Dtype)
     np.testing.assert_array_equal(np.array(out.astype(mx.float32)), np.array(x.astype(dtype).astype(mx.float32)))
 
 
-def test_missing_barrier(emulator: Emulator) -> None:
-    body = ROW_SUMS.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", "")
-    with pytest.raises(EmulatorError, match=r"uninitialised threadgroup memory|missing barrier"):
-        launch(emulator, body, numbers())
+BARRIER, WRITE = "threadgroup_barrier(mem_flags::mem_threadgroup);", "if (lane == 0) out[row]"
+FIRST = "if (thread_index_in_simdgroup == 0) partial[simdgroup_index_in_threadgroup] = 1.0f;\n    "
+WIDE = "float4 wide = *reinterpret_cast<const device float4*>(x + 1);\n    if (lane == 0) out[row] += wide.x;\n    "
+FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "no barrier": (BARRIER, "", r"uninitialised threadgroup memory|missing barrier", {}),
+    "barrier of nothing": ("mem_flags::mem_threadgroup", "mem_flags::mem_none", "missing barrier", {}),
+    "barrier of other memory": ("mem_flags::mem_threadgroup", "mem_flags::mem_device", "missing barrier", {}),
+    "no barrier before memory is used again": (
+        WRITE, FIRST + WRITE, r"missing barrier: .* (read|wrote) since the last barrier", {},
+    ),
+    "divergent collective": (
+        "sum = simd_sum(sum);", "sum = lane % 2 ? simd_sum(sum) : simd_max(sum);", "divergent collective", {},
+    ),
+    "shuffle from a missing lane": (
+        "simd_sum(sum)", "simd_shuffle(sum, static_cast<ushort>(31))", "inactive lane", {"threads": 40},
+    ),
+    "uninitialised threadgroup memory": (
+        "g < simdgroups_per_threadgroup", "g < 32",
+        r"uninitialised threadgroup memory: .* element 3 of variable 0", {},
+    ),
+    "threadgroup memory out of bounds": (
+        "partial[32]", "partial[2]", r"out of bounds: .* element 2 of variable 0, which has 2", {},
+    ),
+    "too much threadgroup memory": ("partial[32]", "partial[8193]", "32772 bytes are used and there are 32768", {}),
+    "empty grid": ("", "", "empty grid", {"rows": 0}),
+    **{
+        f"write at {by:+}": ("out[row]", f"(out + row)[{by}]", r"out of bounds: .*out", {})
+        for by in (7, 8, 5000, 10**8, -7, -606, -(10**8))
+    },
+    "misaligned access": (WRITE, WIDE + WRITE, "misaligned access", {"columns": 512}),
+    "write to an input": (
+        WRITE, "const_cast<device T*>(x)[lane] = 1.0f;\n    " + WRITE, "x was written to, which is an input", {},
+    ),
+}  # fmt: skip
+"""What is replaced, by what, and the error of the emulator."""
 
 
-@pytest.mark.parametrize("flags", ["mem_none", "mem_device"])
-def test_barrier_that_orders_something_else(emulator: Emulator, flags: str) -> None:
-    body = ROW_SUMS.replace("mem_flags::mem_threadgroup", f"mem_flags::{flags}")
-    with pytest.raises(EmulatorError, match="missing barrier"):
-        launch(emulator, body, numbers())
-
-
-def test_missing_barrier_before_memory_is_used_again(emulator: Emulator) -> None:
-    again = "if (thread_index_in_simdgroup == 0) partial[simdgroup_index_in_threadgroup] = 1.0f;"
-    body = ROW_SUMS.replace("if (lane == 0) out", again + "\n    if (lane == 0) out")
-    with pytest.raises(EmulatorError, match=r"missing barrier: .* (read|wrote) since the last barrier"):
-        launch(emulator, body, numbers())
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_detected(emulator: Emulator, name: str) -> None:
+    right, wrong, message, options = FAULTS[name]
+    x = numbers(columns=options.get("columns", 500))
+    launch(emulator, ROW_SUMS, x)
+    more = {key: value for key, value in options.items() if key != "columns"}
+    with pytest.raises(EmulatorError, match=message):
+        launch(emulator, ROW_SUMS.replace(right, wrong), x, **more)
 
 
 @pytest.mark.parametrize(
@@ -145,57 +172,9 @@ def test_divergent_barrier(emulator: Emulator, guard: str) -> None:
         launch(emulator, body, numbers())
 
 
-def test_divergent_collective(emulator: Emulator) -> None:
-    body = ROW_SUMS.replace("sum = simd_sum(sum);", "sum = lane % 2 ? simd_sum(sum) : simd_max(sum);")
-    with pytest.raises(EmulatorError, match="divergent collective"):
-        launch(emulator, body, numbers())
-
-
-def test_shuffle_from_a_missing_lane(emulator: Emulator) -> None:
-    body = ROW_SUMS.replace("simd_sum(sum)", "simd_shuffle(sum, static_cast<ushort>(31))")
-    with pytest.raises(EmulatorError, match="inactive lane"):
-        launch(emulator, body, numbers(), threads=40)
-
-
-def test_uninitialised_threadgroup_memory(emulator: Emulator) -> None:
-    body = ROW_SUMS.replace("g < simdgroups_per_threadgroup", "g < 32")
-    with pytest.raises(EmulatorError, match=r"uninitialised threadgroup memory: .* element 3 of variable 0"):
-        launch(emulator, body, numbers())
-
-
-def test_threadgroup_memory_out_of_bounds(emulator: Emulator) -> None:
-    body = ROW_SUMS.replace("partial[32]", "partial[2]")
-    with pytest.raises(EmulatorError, match=r"out of bounds: .* element 2 of variable 0, which has 2"):
-        launch(emulator, body, numbers())
-
-
-def test_too_much_threadgroup_memory(emulator: Emulator) -> None:
-    launch(emulator, ROW_SUMS.replace("partial[32]", "partial[8192]"), numbers())
-    with pytest.raises(EmulatorError, match="32772 bytes are used and there are 32768"):
-        launch(emulator, ROW_SUMS.replace("partial[32]", "partial[8193]"), numbers())
-
-
 def test_too_many_threads(emulator: Emulator) -> None:
     with pytest.raises(ValueError, match=r"Thread group size \(1056\) is greater than .* \(1024\)"):
         launch(emulator, ROW_SUMS, numbers(), threads=1056)
-
-
-def test_empty_grid(emulator: Emulator) -> None:
-    with pytest.raises(EmulatorError, match="empty grid"):
-        launch(emulator, ROW_SUMS, numbers(), rows=0)
-
-
-@pytest.mark.parametrize("by", [7, 8, 5000, 10**8])
-def test_write_behind_an_output(emulator: Emulator, by: int) -> None:
-    with pytest.raises(EmulatorError, match=r"out of bounds: .*out"):
-        launch(emulator, ROW_SUMS.replace("out[row]", f"out[row + {by}]"), numbers())
-
-
-@pytest.mark.parametrize("by", [1, 600, 10**8])
-def test_write_before_an_output(emulator: Emulator, by: int) -> None:
-    body = ROW_SUMS.replace("if (lane == 0) out[row]", f"if (lane == 0) (out + row)[-{by} - 6]")
-    with pytest.raises(EmulatorError, match=r"out of bounds: .*out"):
-        launch(emulator, body, numbers())
 
 
 @pytest.mark.parametrize("change", ["row * COLUMNS + c + 1", "row * COLUMNS + c - 1"])
@@ -213,18 +192,6 @@ def test_read_beside_an_input(emulator: Emulator, change: str) -> None:
             found.append(str(error))
     assert found
     assert all("x was touched" in message for message in found)
-
-
-def test_misaligned_access(emulator: Emulator) -> None:
-    wide = "float4 wide = *reinterpret_cast<const device float4*>(x + 1);\n    if (lane == 0) out"
-    with pytest.raises(EmulatorError, match="misaligned access"):
-        launch(emulator, ROW_SUMS.replace("if (lane == 0) out", wide) + "out[row] += wide.x;", numbers(columns=512))
-
-
-def test_write_to_an_input(emulator: Emulator) -> None:
-    body = ROW_SUMS.replace("if (lane == 0) out", "const_cast<device T*>(x)[lane] = 1.0f;\n    if (lane == 0) out")
-    with pytest.raises(EmulatorError, match="x was written to, which is an input"):
-        launch(emulator, body, numbers())
 
 
 def test_unwritten_output_is_nan(emulator: Emulator) -> None:
@@ -277,15 +244,9 @@ def test_wrong_address_space(emulator: Emulator, space: str) -> None:
     right, wrong = (HELPER.format(space=given) for given in ("const device", space))
     body = ROW_SUMS.replace("out[row] = static_cast<T>(all)", "out[row] = all + first(x)")
     launch(emulator, body, numbers(), header=right)
-    with pytest.raises(FrontendError, match=r"no matching function|no address space|discards"):
-        launch(emulator, body, numbers(), header=wrong)
-
-
-def test_small_input_is_not_device_memory(emulator: Emulator) -> None:
-    header = HELPER.format(space="const device")
-    body = ROW_SUMS.replace("out[row] = static_cast<T>(all)", "out[row] = all + first(x)")
-    with pytest.raises(FrontendError, match="no matching function"):
-        launch(emulator, body, mx.ones((2, 3)), header=header)
+    for header, x in ((wrong, numbers()), (right, mx.ones((2, 3)))):  # a small input is not device memory
+        with pytest.raises(FrontendError, match=r"no matching function|no address space|discards"):
+            launch(emulator, body, x, header=header)
 
 
 @pytest.mark.parametrize(

@@ -27,22 +27,6 @@ def test_fewer_threads_if_the_pipeline_has_a_limit(
     target.judge(case)
 
 
-def test_limit_is_found_once_and_before_evaluation(emulator: Emulator) -> None:
-    asked = []
-
-    def limit(source: Source) -> int:
-        asked.append(1)
-        return 128
-
-    emulator.limit = limit
-    logits, classes = mx.zeros((9, 40_000)), mx.zeros((9,), mx.int32)
-    xent.cross_entropy(logits, classes, backend="metal")
-    before = len(asked)
-    for _ in range(3):
-        xent.cross_entropy(logits, classes, backend="metal")
-    assert len(asked) == before + 3
-
-
 def loss_and_gradient(**options: Any) -> tuple[float, mx.array]:
     logits, classes = mx.array(RNG.normal(size=(3, 50)).astype(np.float32)), mx.array([1, 2, 3])
     loss, grad = mx.value_and_grad(lambda z: xent.cross_entropy(z, classes, **options))(logits)

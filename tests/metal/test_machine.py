@@ -2,20 +2,15 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import xent
-from tests.cases import FUNCTIONS, LOG_PROBS
-from tests.divergence.cases import divergence_cases
-from tests.options import option_cases
 from tests.targets import Target
 from xent.backends import TABLE
-from xent.backends.metal import BACKEND, MetalBackend, torch_machine
-from xent.command.check import run as report
+from xent.backends.metal import BACKEND, MetalBackend
 
 PROBE = """
 import mlx.core as mx
@@ -63,22 +58,3 @@ def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pyte
     monkeypatch.setattr(BACKEND, "devices", lambda: ("other",))
     with pytest.raises(xent.BackendError, match=r"the moment, which backend 'mlx' serves; or mx.set_default_device"):
         xent.cross_entropy(mx.zeros((2, 3)), classes, backend=target.name)
-
-
-def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check with `python -m xent check`, cut down to one case of each function and dtype."""
-
-    def last(_: object, function: str, dtype: str, full: bool) -> Any:
-        made = divergence_cases if function.endswith("divergence") else option_cases
-        return made(function, dtype)[-1:]
-
-    monkeypatch.setattr(report, "cases_of", last)
-    lines = list(report.check_all(report.planned([target.name])))
-    devices = [target.device, torch_machine.DEVICES[0]]
-    assert [(line.backend, line.device, line.dtype) for line in lines] == [
-        (target.name, device, dtype)
-        for device in devices
-        for _ in (*FUNCTIONS, *LOG_PROBS, "divergence", "linear_divergence")
-        for dtype in ("float32", "bfloat16", "float16")
-    ]
-    assert [line.failed for line in lines] == [()] * len(lines)

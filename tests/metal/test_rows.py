@@ -38,28 +38,6 @@ def test_number_of_threads(dtype: mx.Dtype, limit: int) -> None:
         assert held == 1 or threads * held < 2 * packs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [64, 67, 4104])
-@pytest.mark.parametrize("offset", [0, 1, 3, 8])
-def test_same_bits_at_every_address(target: Target, dtype: str, vocabulary: int, offset: int) -> None:
-    """A row that does not begin at a multiple of 16 bytes is read element by element, and summed in the same order."""
-    rng = np.random.default_rng(0)
-    (flat,) = target.arrays(rng.normal(0, 2, 5 * vocabulary + offset), dtype=dtype)
-    (classes,) = target.arrays(rng.integers(0, vocabulary, 5))
-    mx.eval(flat)
-
-    def outcome(logits: mx.array) -> list[Any]:
-        loss, (grad,) = target.harness.gradients(
-            lambda z: xent.cross_entropy(z, classes, label_smoothing=0.1, backend=target.name), (logits,), None
-        )
-        return [target.harness.numpy(loss), target.harness.numpy(grad)]
-
-    sliced = flat[offset:].reshape(5, vocabulary)
-    copied = mx.array(np.array(flat.astype(mx.float32))[offset:].reshape(5, vocabulary)).astype(flat.dtype)
-    for one, other in zip(outcome(sliced), outcome(copied), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def ones(target: Target, count: int) -> Any:
     return target.arrays(np.ones(count))[0]
 

@@ -114,18 +114,6 @@ def test_float32_does_not_use_inexact_exponentials(target: Target, monkeypatch: 
     assert mx.isfinite(mx.grad(loss)(mx.zeros((2, 3)))).all()
 
 
-@pytest.mark.parametrize(("device", "pieces"), [("mlx-cuda", 1), ("metal", 313)])
-def test_pieces_of_the_classifier_gradient(
-    target: Target, device: str, pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "chunk_device", lambda: device)
-    monkeypatch.setattr(sources, "_SLICE_BYTES", 2048)
-    sums = sources.Gradients(["weight"], mx.ones((5000, 64), mx.bfloat16), mx.bfloat16, parts=2)
-    sums.add(mx.ones((3, 5000), mx.bfloat16), mx.ones((3, 64), mx.bfloat16), mx.zeros((3,), mx.bool_))
-    assert len(sums.of_weight) == pieces
-    assert mx.array_equal(sums.result()["weight"], mx.full((5000, 64), 3, mx.bfloat16))
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_first_class_with_a_bias_of_minus_infinity(target: Target, reduction: str) -> None:
     """Kernels use that class as the target of ignored rows. It must not affect the classifier's gradient."""

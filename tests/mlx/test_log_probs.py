@@ -100,7 +100,7 @@ def test_classifier_is_never_converted_as_a_whole(
 ) -> None:
     monkeypatch.setattr(sources, "_CONVERTED_BYTES", 2**16)
     monkeypatch.setattr(sources, "_MOST_RANGES", 1000)
-    rows, width, vocabulary = 64, 512, 8192
+    rows, width, vocabulary = 16, 512, 8192
     x, w = (mx.random.normal((size, width)).astype(mx.bfloat16) for size in (rows, vocabulary))
     y = mx.random.randint(0, vocabulary, (rows,))
     ids, offsets = mx.random.randint(0, vocabulary, (rows * 8,)), mx.arange(0, rows * 8 + 1, 8)

@@ -9,7 +9,6 @@ import pytest
 
 import xent
 from tests.targets import Target
-from xent.backends.mlx import sources
 from xent.backends.mlx.devices import chunk_device
 
 MIB = 2**20
@@ -44,11 +43,15 @@ def linear(target: Target, y: mx.array, **options: Any) -> Callable[..., mx.arra
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"reduction": "none"}, {"softcap": 5.0, "label_smoothing": 0.1}, {"workspace": None}],
+    ("options", "compiled", "most"),
+    [
+        ({}, False, 45),
+        ({"softcap": 5.0, "label_smoothing": 0.1}, False, 45),
+        ({"workspace": None}, False, 45),
+        ({"reduction": "none"}, True, 60),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize(("compiled", "most"), [(False, 45), (True, 60)])
 def test_only_one_chunk_of_logits_exists_at_a_time(
     target: Target, arrays: Any, options: dict[str, Any], compiled: bool, most: int
 ) -> None:
@@ -148,47 +151,6 @@ def test_number_of_matrix_products(
     again = chunks if reduction == "none" else 0
     made = [gradient for gradient, asked in zip(gradients, asks, strict=True) if asked] if stopped else gradients
     assert products([value, *made]) == chunks * expected + again
-
-
-@pytest.mark.parametrize(("trained", "sums"), [((), False), (("input",), False), (("input", "linear_weight"), True)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunk_size_depends_on_whether_the_classifier_is_trained(
-    target: Target, trained: tuple[str, ...], sums: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On NVIDIA GPUs, chunks are larger if it is trained."""
-    seen = []
-    rows_per_chunk = sources.rows_per_chunk
-
-    def watched(*args: Any) -> int:
-        seen.append(args[-1])
-        return rows_per_chunk(*args)
-
-    monkeypatch.setattr(sources, "rows_per_chunk", watched)
-    arrays = {"input": mx.ones((6, 8)), "linear_weight": mx.ones((11, 8))}
-    options = {"target": mx.zeros((6,), mx.int32), "reduction": reduction, "backend": target.name}
-
-    def loss(given: dict[str, mx.array]) -> mx.array:
-        return xent.linear_cross_entropy(**arrays | given, **options).sum()
-
-    chosen = {name: arrays[name] for name in trained}
-    mx.eval(mx.grad(loss)(chosen) if chosen else loss({}))
-    assert seen == [sums]
-
-
-def test_an_upstream_of_one_is_not_multiplied(target: Target) -> None:
-    w = mx.ones((11, 8))
-    mx.eval(w)
-
-    def primitives(loss: Callable[[mx.array], mx.array]) -> int:
-        drawing = io.StringIO()
-        mx.export_to_dot(drawing, mx.grad(loss)(w))
-        return drawing.getvalue().count('label ="Multiply"')
-
-    def loss(w: mx.array) -> mx.array:
-        return xent.linear_cross_entropy(mx.ones((6, 8)), w, mx.zeros((6,), mx.int32), backend=target.name)
-
-    more = 2  # the upstream gradient, the gradient
-    assert primitives(lambda w: 2 * loss(w)) == primitives(loss) + more
 
 
 @pytest.mark.parametrize("compiled", [False, True])

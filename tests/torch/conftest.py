@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_OF_ONE_BACKEND = ("test_check.py", "test_many_classes.py")
+"""Files whose calls go to backend "torch", whatever backend the run is for."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore this folder in runs for other frameworks."""
+    """Ignore this folder in runs for other frameworks, and files of one backend in runs for others."""
     wanted = any(backend_of(name).framework == "torch" for name in asked_for())
-    return None if wanted else True
+    return None if wanted and (collection_path.name not in _OF_ONE_BACKEND or "torch" in asked_for()) else True
 
 
 @pytest.fixture(autouse=True)

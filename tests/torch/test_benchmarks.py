@@ -16,13 +16,11 @@ from benchmarks.cases import SUITES, Case, quick
 from benchmarks.cli import main, measure_all
 from benchmarks.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.contenders import find_contender
-from benchmarks.devices import Cuda
 from benchmarks.measure import Measurement, OutOfTime, Plan
 from benchmarks.problems import LinearProblem, LogitsProblem, make_problem
 from benchmarks.process import NotMeasured
 from benchmarks.records import Record, load_records, write_records
 from benchmarks.session import Session
-from benchmarks.tables import Table
 from benchmarks.truth import compute_truth
 
 TABLES = [[tuple(map(make, suite)) for suite in SUITES[each].values()] for each in SUITES for make in (replace, quick)]
@@ -137,32 +135,6 @@ def test_waiting_for_the_device_counts() -> None:
     assert device_seconds(queue, call, lambda: None, 3, 2e-3) == pytest.approx(3e-3)
 
 
-def test_lead_is_at_least_as_long_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        clock = 0.0
-
-        def __init__(self, enable_timing: bool) -> None:
-            self.stamp = 0.0
-
-        def record(self) -> None:
-            self.stamp = Event.clock
-
-        def elapsed_time(self, end: "Event") -> float:
-            return (end.stamp - self.stamp) * 1e3
-
-    class Memory:
-        def zero_(self) -> None:
-            Event.clock += 1e-4 if Event.clock else 1.0  # the first pass is slow
-
-    monkeypatch.setattr(torch, "empty", lambda *shape, **kind: Memory())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    device = Cuda()
-    start = device.mark()
-    device.lead(1.05e-3)
-    assert device.elapsed(start, device.mark()) == pytest.approx(1.1e-3)
-
-
 @pytest.mark.parametrize("name", ["torch", "xent", "xent inplace"])
 def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
     session = Session("cpu")
@@ -174,16 +146,6 @@ def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
     assert (
         session.truth.errors(session.problem, torch.zeros(()))["input_gradient_error"] < 1e-5
     )  # fresh logits, even if the call overwrote them
-
-
-def test_a_session_measures_floors_and_losses() -> None:
-    session = Session("cpu")
-    session.open(SMALL)
-    floor, ours = session.prepare("products"), session.prepare("xent")
-    assert "loss" not in floor
-    assert ours["loss_error"] < 1e-5
-    assert ours["host"] > 0
-    assert session.turn("xent", 3, 1).keys() == {"seconds"}
 
 
 def small(case: Case) -> Case:
@@ -208,13 +170,6 @@ def test_contenders_of_a_gpu_compute_the_same_loss(case: Case) -> None:
         floor.make(case)(*problem.set_up())
     expected = losses.pop("torch fp32 logits")
     assert all(torch.allclose(loss, expected, rtol=2e-2, atol=2e-2) for loss in losses.values())
-
-
-def test_products_have_a_vocabulary_that_is_a_multiple_of_64() -> None:
-    problem = make_problem(replace(SMALL, backward=False))
-    logits = find_contender("linear", "products").make(SMALL)(*problem.set_up())
-    assert logits.shape == (96, 128)
-    assert not logits[:, 100:].any()
 
 
 @pytest.mark.parametrize("suite", [suite for table in TABLES[:4] for suite in table])
@@ -334,19 +289,6 @@ def test_tables_of_a_document_are_filled_and_checked(tmp_path: Path, capsys: pyt
     assert problems() == []
     document.write_text(text + "<!-- commit: 1234567 -->\n")
     assert problems() == ["text.md: gpu-test.jsonl is of commit abcdef0, and the tables of 1234567"]
-
-
-@pytest.mark.parametrize("base", [0, 2**12, 2**24])
-def test_memory_has_no_ratio_to_a_few_pages(base: int) -> None:
-    record = Record(replace(CASES[0], contenders=("torch", "xent")), "xent", peak_bytes=2**23, base_peak_bytes=base)
-    assert record.quantity("memory") == (0.5 if base == 2**24 else None)
-    assert record.quantity("memory beyond gradients") == record.quantity("memory")
-
-
-def test_smallest_number_of_a_row_is_bold() -> None:
-    headings, row = ("case", "base", "xent", "Liger"), ("linear", "products 2 ms", "1.50", "1.25")
-    assert "| 1.50 | **1.25** |" in Table("", headings, (row,), frozenset({"xent"})).markdown()
-    assert "**" not in Table("", headings[:3], (row[:3],), frozenset({"xent"})).markdown()
 
 
 def test_the_command_measures_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

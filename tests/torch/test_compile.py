@@ -1,8 +1,5 @@
-"""torch.compile(fullgraph=True), fake and meta tensors, autocast: the operations behave like PyTorch's own."""
+"""torch.compile(fullgraph=True), torch.export, fake and meta tensors: the operations behave like PyTorch's own."""
 
-import subprocess
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,23 +21,13 @@ from tests.covering import crossed
 from tests.targets import Target
 from xent.core.spec import STAT_NAMES
 
+NUMBERS = {"label_smoothing": 0.1, "z_loss": 0.3, "softcap": 5.0, "logit_scale": -0.7, "normalizer": 3.5}
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
     counters.clear()
-
-
-def losses(target: Target, **options: Any) -> dict[str, Any]:
-    options = {"backend": target.name} | options
-
-    def logits_loss(x: Tensor, w: Tensor, y: Tensor, z: float) -> Tensor:
-        return xent.cross_entropy((x @ w.t()) * 2, y, z_loss=z, label_smoothing=z / 2, **options).sum()
-
-    def linear_loss(x: Tensor, w: Tensor, y: Tensor, z: float) -> Tensor:
-        return xent.linear_cross_entropy(x * 2, w, y, z_loss=z, softcap=10 * z, **options).sum()
-
-    return {"cross_entropy": logits_loss, "linear_cross_entropy": linear_loss}
 
 
 @pytest.fixture(scope="module")
@@ -56,175 +43,147 @@ def quotes() -> bool:
 
 
 def drawn(target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, a classifier and classes, one of which is ignored."""
     torch.manual_seed(0)
     x, w = torch.randn(6, 8, device=target.device), torch.randn(11, 8, device=target.device)
-    return x.requires_grad_(), w.requires_grad_(), torch.randint(11, (6,), device=target.device)
+    y = torch.randint(11, (6,), device=target.device)
+    y[1] = -100
+    return x.requires_grad_(), w.requires_grad_(), y
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    "options", [{}, {"reduction": "none"}, {"inplace": True}, {"inplace": True, "reduction": "none"}], ids=str
-)
-def test_compiles_whole_for_any_number(target: Target, function: str, options: dict[str, Any]) -> None:
-    if "inplace" in options and function == "linear_cross_entropy":
-        options = {key: value for key, value in options.items() if key != "inplace"} | {"workspace": 200}
-    loss = losses(target, **options)[function]
+def gradients(results: list[Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the gradients of the results that require one, each with an upstream gradient of its own."""
+    asked = [(one, number) for number, one in enumerate(results) if one.requires_grad]
+    upstream = [torch.linspace(number + 1, number + 2, one.numel()).view(one.shape).to(one) for one, number in asked]
+    return torch.autograd.grad([one for one, _ in asked], leaves, upstream)
+
+
+def of_both(target: Target, x: Tensor, w: Tensor, y: Tensor, **options: Any) -> list[Tensor]:
+    """Return the losses of both functions with reductions "mean" and "none"."""
+    logits, mean = (x @ w.t()) * 2, {"backend": target.name} | options
+    none = {name: value for name, value in mean.items() if name != "normalizer"} | {"reduction": "none"}
+    sources = ((xent.cross_entropy, (logits,)), (xent.linear_cross_entropy, (x * 2, w)))
+    return [function(*given, y, **kinds) for function, given in sources for kinds in (mean, none)]
+
+
+def of_every_kind(target: Target, x: Tensor, w: Tensor, y: Tensor, z: float) -> list[Tensor]:
+    """Return losses in place, in chunks, with all statistics, and of several heads."""
+    found = []
+    for reduction in ("mean", "none"):
+        options = {"z_loss": z, "label_smoothing": z / 2, "reduction": reduction, "backend": target.name}
+        found.append(xent.cross_entropy((x @ w.t()) * 2, y, inplace=True, **options))
+        loss, stats = xent.linear_cross_entropy(x, w, y, softcap=10 * z, workspace=200, stats=STAT_NAMES, **options)
+        found += [loss, *(getattr(stats, name) for name in STAT_NAMES)]
+    heads = torch.stack([x, 2 * x, -x])[:, :, None].expand(-1, -1, 5, -1)
+    several = {"shift": (1, 2, 9), "head_weight": (1.0, z, -z), "backend": target.name}
+    return [*found, xent.linear_cross_entropy(heads, w, y[:, None].expand(-1, 5), **several)]
+
+
+def test_compiles_whole_for_any_number_and_any_number_of_rows(target: Target) -> None:
+    """A new number of rows compiles once more, whatever the number of rows."""
     x, w, y = drawn(target)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for z in (0.1, 0.2, 0.7):
-        found, expected = compiled(x, w, y, z), loss(x, w, y, z)
+    compiled = torch.compile(of_every_kind, fullgraph=True, backend="aot_eager")
+    for rows, z in ((6, 0.15), (5, 0.27), (4, 0.27), (3, 0.27)):
+        leaves = x[:rows].detach().requires_grad_(), w
+        found, expected = (run(target, *leaves, y[:rows], z) for run in (compiled, of_every_kind))
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found, (x, w)), torch.autograd.grad(expected, (x, w)))
-
-
-@pytest.mark.parametrize(*crossed(function=FUNCTIONS, reduction=["mean", "none"], asks=[False, True]))
-def test_recompiles_for_the_number_of_rows_once_at_most(
-    target: Target, function: str, reduction: str, asks: bool
-) -> None:
-    loss = losses(target, reduction=reduction)[function]
-    x, w, y = drawn(target)
-    x, w = x.detach(), w.detach().requires_grad_(asks)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for rows in (6, 5, 4, 3, 2):
-        found, expected = compiled(x[:rows], w, y[:rows], 0.1), loss(x[:rows], w, y[:rows], 0.1)
-        torch.testing.assert_close(found, expected)
-        if asks:
-            torch.testing.assert_close(torch.autograd.grad(found, w), torch.autograd.grad(expected, w))
+        torch.testing.assert_close(*(gradients(results, leaves) for results in (found, expected)))
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_heads_recompile_for_weights_and_for_sizes_once_at_most(target: Target) -> None:
-    def loss(x: Tensor, w: Tensor, y: Tensor, head_weight: tuple[float, ...]) -> Tensor:
-        return xent.linear_cross_entropy(x, w, y, shift=(1, 2, 9), head_weight=head_weight, backend=target.name)
-
-    (_, w, _), compiled = drawn(target), torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for batch in (2, 3, 4):
-        x = torch.randn(3, batch, 5, 8, device=target.device, requires_grad=True)
-        y = torch.randint(11, (batch, 5), device=target.device)
-        for weights in ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2), (1.0, 0.3, 0.1)):
-            found, expected = (run(x, w, y, weights) for run in (compiled, loss))
-            torch.testing.assert_close(found, expected)
-            torch.testing.assert_close(*(torch.autograd.grad(made, (x, w)) for made in (found, expected)))
-    assert counters["stats"]["unique_graphs"] <= 3
-
-
-def test_exports_for_any_number_of_rows(target: Target) -> None:
-    class Loss(torch.nn.Module):
-        def forward(self, logits: Tensor, classes: Tensor) -> Tensor:
-            return xent.cross_entropy(logits, classes, backend=target.name)
-
-    _, w, y = drawn(target)
-    logits, rows = w.detach()[:6], torch.export.Dim("rows")
-    exported = torch.export.export(Loss(), (logits, y % 8), dynamic_shapes=({0: rows}, {0: rows})).module()
-    torch.testing.assert_close(exported(logits[:3], y[:3] % 8), xent.cross_entropy(logits[:3], y[:3] % 8))
-
-
-class Exported(torch.nn.Module):
-    def __init__(self, run: Any) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.run(*tensors)
-
-
-def compare_programs(
-    run: Any, leaves: list[Tensor], rest: tuple[Tensor, ...], asks: bool, strict: bool, frozen: tuple[Any, ...] = ((),)
-) -> Any:
-    """Compare a function and its exported program: results and gradients of leaves that are not `frozen`."""
-    torch._dynamo.reset()
-    example = [leaf.detach().clone().requires_grad_(asks) for leaf in leaves]
-    with torch.no_grad() if not asks and strict else torch.enable_grad():
-        program = torch.export.export(Exported(run), (*example, *rest), strict=strict).module()
-    for numbers in frozen:
-        given = [leaf.detach().clone().requires_grad_(number not in numbers) for number, leaf in enumerate(leaves)]
-        asked = [leaf for leaf in given if leaf.requires_grad]
-        results = []
-        for one in (run, program):
-            total, *others = one(*given, *rest)
-            results.append((total, *others, *torch.autograd.grad(total, asked)))
-        torch.testing.assert_close(*results)
-    return program
-
-
-@pytest.mark.parametrize(
-    *crossed(
-        function=FUNCTIONS,
-        reduction=["mean", "none"],
-        asks=[False, True],
-        strict=[False, True],
-    )
-)
-def test_exported_programs_give_gradients(
-    target: Target, function: str, reduction: str, asks: bool, strict: bool
-) -> None:
-    """An exported program gives gradients to all inputs that require one at run time, whatever the example did."""
+@pytest.mark.parametrize("mode", ["plain tensors", "no_grad", "inference_mode"])
+def test_compiles_without_gradients(target: Target, mode: str) -> None:
     x, w, y = drawn(target)
-    scale, weights = torch.tensor(0.7, device=target.device), torch.linspace(0.5, 2, 6, device=target.device)
-    options = {"stats": ("lse", "count"), "reduction": reduction, "backend": target.name}
-
-    def run(x: Tensor, w: Tensor, scale: Tensor, weights: Tensor, y: Tensor) -> Any:
-        sources = ((x @ w.t()) * 2,) if function == "cross_entropy" else (x * 2, w)
-        loss, stats = getattr(xent, function)(*sources, y, logit_scale=scale, sample_weight=weights, **options)
-        total = loss.sum() + (stats.lse.square().sum() if reduction == "none" else 0)
-        return total, loss, stats.lse, stats.count
-
-    program = compare_programs(run, [x, w, scale], (weights, y), asks, strict, ((), (2,), (0, 1), (0, 2)))
-    with torch.no_grad():
-        torch.testing.assert_close(program(x, w, scale, weights, y)[0], run(x, w, scale, weights, y)[0])
-    with pytest.raises(ValueError, match="sample_weight requires a gradient, which xent does not compute"):
-        program(x, w, scale, weights.clone().requires_grad_(), y)
-    (gradient,) = torch.autograd.grad(program(x, w, scale, weights, y)[0], x, create_graph=True)
-    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
-        torch.autograd.grad(gradient.sum(), x)
-
-
-def exports_of(target: Target) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Return functions of hidden states, classifier, and a teacher's logits or probabilities."""
-    given = {"backend": target.name}
-    return {
-        "divergence": lambda x, w, t: xent.divergence(x @ w.t(), t, **given),
-        "divergence, none": lambda x, w, t: xent.divergence(x @ w.t(), t, beta=0.5, reduction="none", **given).sum(),
-        "linear_divergence": lambda x, w, t: xent.linear_divergence(x, w, t, **given),
-        "linear_divergence, none": lambda x, w, t: xent.linear_divergence(x, w, t, reduction="none", **given).sum(),
-        "probabilities": lambda x, w, q: xent.cross_entropy(x @ w.t(), q, **given),
-        "linear, probabilities": lambda x, w, q: xent.linear_cross_entropy(x, w, q, reduction="none", **given).sum(),
-    }
-
-
-@pytest.mark.parametrize(*crossed(strict=[False, True], asks=[False, True], name=exports_of(Target("torch", "cpu"))))
-def test_exported_divergences_and_class_probabilities(target: Target, name: str, asks: bool, strict: bool) -> None:
-    function, (x, w, _) = exports_of(target)[name], drawn(target)
-    third = torch.randn(6, 11, generator=torch.Generator().manual_seed(1)).to(target.device)
-    leaves, rest = ([x, w, third.softmax(-1)], ()) if "probabilities" in name else ([x, w], (third,))
-    compare_programs(lambda *given: (function(*given),), leaves, rest, asks, strict)
+    if mode == "plain tensors":
+        x, w = x.detach(), w.detach()
+    compiled = torch.compile(of_both, fullgraph=True, backend="aot_eager")
+    context = {"plain tensors": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    with context[mode]():
+        for rows in (6, 5, 4):
+            torch.testing.assert_close(*(run(target, x[:rows], w, y[:rows]) for run in (compiled, of_both)))
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_compiles_with_inductor(target: Target, function: str) -> None:
-    loss = losses(target)[function]
-    x, w, y = drawn(target)
-    found = torch.compile(loss, fullgraph=True)(x, w, y, 0.1)
-    torch.testing.assert_close(torch.autograd.grad(found, (x, w)), torch.autograd.grad(loss(x, w, y, 0.1), (x, w)))
-
-
-def test_compiles_with_statistics_dynamic_rows_and_ignored_targets(target: Target) -> None:
+def test_compiles_with_inductor(target: Target) -> None:
     x, w, y = drawn(target)
 
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
-    def compiled(x: Tensor, w: Tensor, y: Tensor) -> Any:
-        return xent.linear_cross_entropy(x, w, y, stats=STAT_NAMES, shift=1)
+    def means(x: Tensor, w: Tensor) -> list[Tensor]:
+        return of_both(target, x, w, y)[::2]
 
-    for rows in (6, 5, 3):
-        classes = y[:rows].clone()
-        classes[1] = -100
-        hidden = x.detach()[:rows]
-        found = compiled(hidden, w, classes)
-        expected = xent.linear_cross_entropy(hidden, w, classes, stats=STAT_NAMES, shift=1)
-        torch.testing.assert_close(found[0], expected[0])
-        for name in STAT_NAMES:
-            torch.testing.assert_close(getattr(found[1], name), getattr(expected[1], name))
+    found, expected = (run(x, w) for run in (torch.compile(means, fullgraph=True), means))
+    torch.testing.assert_close(*(gradients(results, (x, w)) for results in (found, expected)))
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.array, torch.tensor, float])
+@pytest.mark.parametrize("constant", [False, True])
+def test_compiles_with_numbers_of_any_kind(target: Target, kind: Any, constant: bool) -> None:
+    """As arguments or constants of the graph. Python's numbers are not rounded to float32."""
+    x, _, y = drawn(target)
+    is_exact = kind is float and target.takes("float64")
+    x = x.detach().double() if is_exact else x
+    numbers = {name: kind(value) for name, value in NUMBERS.items()}
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x: Tensor, given: Any) -> Any:
+        return xent.cross_entropy(x, y % 8, backend=target.name, **(numbers if constant else given))
+
+    expected = xent.cross_entropy(x, y % 8, backend=target.name, **NUMBERS)
+    close = 1e-12 if is_exact else 2e-6
+    torch.testing.assert_close(compiled(x, numbers), expected, rtol=close, atol=0)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_options_that_are_tensors_never_recompile(target: Target, compiles: bool) -> None:
+    """The results are those of the same numbers."""
+    x, w, y = drawn(target)
+
+    def call(x: Tensor, w: Tensor, options: dict[str, Any]) -> list[Tensor]:
+        return of_both(target, x, w, y, **options)
+
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiles else call
+    for values in ((0.1, 0.1, 3.0, 0.5, 3.0), (0.0, 0.2, 5.0, 1.0, 5.0), (1.0, 0.0, 30.0, -0.7, 7.5)):
+        numbers = dict(zip(NUMBERS, values, strict=True))
+        expected = call(x, w, numbers)
+        found = run(x, w, {name: torch.tensor(value, device=target.device) for name, value in numbers.items()})
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(gradients(results, (x, w)) for results in (found, expected)))
+    if compiles:
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+def constants_of(graph: torch.fx.GraphModule) -> list[str]:
+    """Return the nodes of a graph that make or hold a tensor without any tensor as input."""
+    found = []
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        is_made = node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
+        if is_made and isinstance(value, Tensor) and value.dim() <= 1 and value.device.type == "cpu":
+            made_by_loss = value.dtype == torch.float64 or node.op == "get_attr" or "lift" in str(node.target)
+            found += [node.format_node() or node.name] if made_by_loss else []
+    return found
+
+
+def test_graphs_have_no_tensors_of_options(target: Target) -> None:
+    """A CPU tensor in a graph prevents CUDA graphs."""
+    constants, inputs = [], []
+
+    def note(graph: torch.fx.GraphModule, example: Any) -> Any:
+        constants.extend(constants_of(graph))
+        inputs.append(sum(isinstance(one, Tensor) and one.dim() == 0 and one.dtype == torch.float64 for one in example))
+        return make_boxed_func(graph.forward)
+
+    x, w, y = drawn(target)
+
+    def call(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [*of_both(target, x, w, y), *of_both(target, x, w, y, **NUMBERS)]
+
+    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+    found, expected = compiled(x, w), call(x, w)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(gradients(results, (x, w)) for results in (found, expected)))
+    assert inputs == [0, 0]
+    assert constants == []
 
 
 @pytest.mark.parametrize(
@@ -245,6 +204,91 @@ def test_bad_number_is_an_error_in_a_compiled_graph_too(
 
     with pytest.raises(Exception, match=message):
         torch.compile(loss, fullgraph=quotes, backend="aot_eager")(x, value)
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.run(*tensors)
+
+
+def test_exports_for_any_number_of_rows(target: Target) -> None:
+    def loss(logits: Tensor, classes: Tensor) -> Tensor:
+        return xent.cross_entropy(logits, classes, backend=target.name)
+
+    _, w, y = drawn(target)
+    logits, rows = w.detach()[:6], torch.export.Dim("rows")
+    exported = torch.export.export(Exported(loss), (logits, y % 8), dynamic_shapes=(({0: rows}, {0: rows}),)).module()
+    torch.testing.assert_close(exported(logits[:3], y[:3] % 8), loss(logits[:3], y[:3] % 8))
+
+
+def compare_programs(
+    run: Any, leaves: list[Tensor], rest: tuple[Tensor, ...], asks: bool, strict: bool, frozen: tuple[Any, ...] = ((),)
+) -> Any:
+    """Compare a function and its exported program: results and gradients of leaves that are not `frozen`."""
+    example = [leaf.detach().clone().requires_grad_(asks) for leaf in leaves]
+    with torch.no_grad() if not asks and strict else torch.enable_grad():
+        program = torch.export.export(Exported(run), (*example, *rest), strict=strict).module()
+    for numbers in frozen:
+        given = [leaf.detach().clone().requires_grad_(number not in numbers) for number, leaf in enumerate(leaves)]
+        asked = tuple(leaf for leaf in given if leaf.requires_grad)
+        results = [one(*given, *rest) for one in (run, program)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(gradients(some, asked) for some in results))
+    return program
+
+
+each_export = pytest.mark.parametrize(*crossed(strict=[False, True], asks=[False, True]))
+
+
+@each_export
+def test_exported_programs_give_gradients(target: Target, asks: bool, strict: bool) -> None:
+    """An exported program gives gradients to all inputs that require one at run time, whatever the example did."""
+    x, w, y = drawn(target)
+    scale, weights = torch.tensor(0.7, device=target.device), torch.linspace(0.5, 2, 6, device=target.device)
+
+    def run(x: Tensor, w: Tensor, scale: Tensor, weights: Tensor, y: Tensor) -> Any:
+        found, sources = [], {"cross_entropy": ((x @ w.t()) * 2,), "linear_cross_entropy": (x * 2, w)}
+        for function in FUNCTIONS:
+            for reduction in ("mean", "none"):
+                options = {"stats": ("lse", "count"), "reduction": reduction, "backend": target.name}
+                loss, stats = getattr(xent, function)(
+                    *sources[function], y, logit_scale=scale, sample_weight=weights, **options
+                )
+                found += [loss, stats.lse, stats.count]
+        return found
+
+    program = compare_programs(run, [x, w, scale], (weights, y), asks, strict, ((), (2,), (0, 1), (0, 2)))
+    with torch.no_grad():
+        torch.testing.assert_close(program(x, w, scale, weights, y), run(x, w, scale, weights, y))
+    with pytest.raises(ValueError, match="sample_weight requires a gradient, which xent does not compute"):
+        program(x, w, scale, weights.clone().requires_grad_(), y)
+    (gradient,) = torch.autograd.grad(program(x, w, scale, weights, y)[0], x, create_graph=True)
+    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
+        torch.autograd.grad(gradient.sum(), x)
+
+
+@each_export
+def test_exported_divergences_and_class_probabilities(target: Target, asks: bool, strict: bool) -> None:
+    x, w, _ = drawn(target)
+    third = torch.randn(6, 11, generator=torch.Generator().manual_seed(1)).to(target.device)
+
+    def run(x: Tensor, w: Tensor, q: Tensor, teacher: Tensor) -> list[Tensor]:
+        mean = {"backend": target.name}
+        none = mean | {"reduction": "none"}
+        return [
+            xent.divergence(x @ w.t(), teacher, **mean),
+            xent.divergence(x @ w.t(), teacher, beta=0.5, **none),
+            xent.linear_divergence(x, w, teacher, **mean),
+            xent.linear_divergence(x, w, teacher, **none),
+            xent.cross_entropy(x @ w.t(), q, **mean),
+            xent.linear_cross_entropy(x, w, q, **none),
+        ]
+
+    compare_programs(run, [x, w, third.softmax(-1)], (third,), asks, strict)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -296,8 +340,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(*crossed(dtype=[torch.float32, torch.bfloat16, torch.float16], reduction=["mean", "none"]))
 def test_operations_match_their_schemas_and_fakes(target: Target, reduction: str, dtype: torch.dtype) -> None:
     options = {"reduction": reduction, "stats": STAT_NAMES, "backend": target.name}
     x, w, y = (tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in drawn(target))
@@ -319,94 +362,80 @@ def test_operations_match_their_schemas_and_fakes(target: Target, reduction: str
         torch.library.opcheck(operation, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_multiplies_as_linear_does_and_keeps_the_weight_gradient_wide(
-    target: Target, reduction: str, dtype: torch.dtype
-) -> None:
+def test_default_dtype_and_device_do_not_matter(target: Target) -> None:
     x, w, y = drawn(target)
-    b = torch.randn(11, device=target.device, requires_grad=True)
-    kind = target.device.split(":")[0]
-    with torch.autocast(kind, dtype=dtype):
-        loss = xent.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction, backend=target.name).sum()
-        logits = torch.nn.functional.linear(x, w, b)
-    assert logits.dtype == dtype
-    plain = torch.nn.functional.cross_entropy(logits.float(), y, reduction=reduction).sum()
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, plain, rtol=1e-3, atol=0)
-    found, expected = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(plain, (x, w, b))
-    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    truth = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(torch.nn.functional.linear(*wide), y, reduction=reduction).sum(), wide
-    )
-    for one, other, true in zip(found, expected, truth, strict=True):
-        assert one.dtype == torch.float32
-        assert (one - true).norm() <= 1.2 * (other - true).norm()
+    expected = of_both(target, x, w, y)
+    with torch.device("meta"):
+        torch.testing.assert_close(of_both(target, x, w, y), expected, rtol=0, atol=0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.testing.assert_close(of_both(target, x, w, y), expected, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def test_autocast_leaves_float64_alone(target: Target) -> None:
-    if not target.takes("float64"):
-        return
-    x, w, y = drawn(target)
-    with torch.autocast(target.device.split(":")[0], dtype=torch.bfloat16):
-        assert xent.linear_cross_entropy(x.double(), w.double(), y, backend=target.name).dtype == torch.float64
-        with pytest.raises(TypeError, match="linear_weight must have the dtype of input"):
-            xent.linear_cross_entropy(x, w.double(), y, backend=target.name)
+def total(target: Target, x: Tensor) -> Tensor:
+    """Return a sum of losses with both reductions."""
+    y, options = torch.arange(6, device=target.device), {"backend": target.name}
+    mean = xent.cross_entropy(x * 2, y, **options)
+    return 3 * mean + xent.cross_entropy(x * 2, y, reduction="none", **options).sum()
 
 
-def test_tensors_of_two_devices_are_refused(target: Target) -> None:
-    x, w, y = (tensor.detach().to("meta") for tensor in drawn(target))
-    placed = torch.zeros(6, device=target.device)
-    with pytest.raises(ValueError, match=f"must be on one device: input is on meta, target on {target.device}"):
-        xent.linear_cross_entropy(x, w, placed.long())
-    with pytest.raises(ValueError, match=f"input is on meta, sample_weight on {target.device}"):
-        xent.linear_cross_entropy(x, w, y, sample_weight=placed)
-    assert xent.linear_cross_entropy(x, w, y, normalizer=torch.tensor(3)).device.type == "meta"
+@pytest.mark.parametrize("how", ["checkpoint in a region", "region in a checkpoint", "grad in a region"])
+def test_compiles_with_checkpoints_and_gradients_inside(target: Target, how: str) -> None:
+    x, _, _ = drawn(target)
 
+    def loss(x: Tensor) -> Tensor:
+        return total(target, x)
 
-def test_uint64_targets_are_refused(target: Target) -> None:
-    x, _, y = drawn(target)
-    with pytest.raises(TypeError, match=r"target must hold class indices .* got dtype uint64"):
-        xent.cross_entropy(x, y.to(torch.uint64))
+    def checkpointed(function: Any, x: Tensor) -> Tensor:
+        return checkpoint(function, x, use_reentrant=False)
 
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("mode", ["plain tensors", "no_grad", "inference_mode"])
-def test_compiles_without_gradients(target: Target, function: str, mode: str) -> None:
-    loss = losses(target)[function]
-    x, w, y = drawn(target)
-    if mode == "plain tensors":
-        x, w = x.detach(), w.detach()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    context = {"plain tensors": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-    with context[mode]():
-        torch.testing.assert_close(compiled(x, w, y, 0.1), loss(x, w, y, 0.1))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_inplace_in_a_compiled_graph_leaves_what_others_saved(target: Target, reduction: str) -> None:
-    x, _, y = drawn(target)
-
-    def loss(x: Tensor, inplace: bool) -> Tensor:
-        return xent.cross_entropy(x.exp(), y % 8, inplace=inplace, reduction=reduction, backend=target.name).sum()
-
-    (expected,) = torch.autograd.grad(loss(x, False), x)
-    (found,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x, True), x)
+    (expected,) = torch.autograd.grad(loss(x), x)
+    if how == "grad in a region":
+        (found,) = torch.compile(lambda x: torch.autograd.grad(loss(x), x), backend="aot_eager")(x)
+    elif how == "region in a checkpoint":
+        (found,) = torch.autograd.grad(checkpointed(torch.compile(loss, backend="aot_eager"), x), x)
+    else:
+        compiled = torch.compile(lambda x: checkpointed(loss, x), backend="aot_eager")
+        (found,) = torch.autograd.grad(compiled(x), x)
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("normalizer", [3, 3.3])
-def test_compiles_with_a_number_as_normalizer(target: Target, normalizer: float) -> None:
-    x, _, y = drawn(target)
-    x = x.detach().double() if target.takes("float64") else x
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # a warning of PyTorch during tracing
+def test_compiled_autograd(target: Target) -> None:
+    """Of an eager and of a compiled forward pass."""
+    x, _, _ = drawn(target)
+    (expected,) = torch.autograd.grad(total(target, x), x)
+    compiled = torch.compile(total, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        (total(target, x) + 2 * compiled(target, x)).backward()
+    torch.testing.assert_close(x.grad, 3 * expected)
 
-    def loss(x: Tensor, normalizer: float) -> Tensor:
-        return xent.cross_entropy(x, y % 8, normalizer=normalizer, backend=target.name)
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        compiled(x, normalizer), loss(x, normalizer), rtol=1e-12 if x.itemsize == 8 else 1e-6, atol=0
-    )
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_by_make_fx(target: Target, mode: str) -> None:
+    x = drawn(target)[0].detach()
+    gradient = torch.func.grad(lambda x: total(target, x))
+    traced = make_fx(gradient, tracing_mode=mode)(x)
+    torch.testing.assert_close(traced(x + 1), gradient(x + 1))
+
+
+@pytest.mark.filterwarnings("ignore:xent..refuse_second")  # PyTorch's, before xent's own error
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_second_derivative_of_compiled_torch_func_raises(target: Target, inside: bool, backend: str) -> None:
+    def penalty(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: total(target, x))(x).square().sum()
+
+    def run(x: Tensor) -> None:
+        if inside:
+            torch.compile(torch.func.grad(penalty), backend=backend)(x)
+        else:
+            torch.compile(penalty, backend=backend)(x).backward()
+
+    with pytest.raises(Exception, match="xent computes no second derivatives"):
+        run(drawn(target)[0])
 
 
 INTEGERS: dict[str, tuple[int, ...]] = {
@@ -466,211 +495,3 @@ def test_exports_with_an_integer_that_is_a_size(target: Target, strict: bool) ->
     leaves, free = tuple(one.detach() for one in drawn(target)), {0: torch.export.Dim.AUTO}
     program = torch.export.export(Loss(), leaves, dynamic_shapes=(free, free, free), strict=strict).module()
     torch.testing.assert_close(program(*leaves), Loss()(*leaves))
-
-
-@pytest.mark.parametrize(
-    *crossed(
-        option=["label_smoothing", "z_loss", "softcap", "logit_scale", "normalizer"],
-        kind=[np.float64, np.float32, np.array],
-        constant=[False, True],
-    )
-)
-def test_compiles_with_numpy_numbers(target: Target, option: str, kind: Any, constant: bool) -> None:
-    x, _, y = drawn(target)
-    number = kind(0.5)
-    expected = xent.cross_entropy(x, y % 8, backend=target.name, **{option: 0.5})
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x: Tensor, value: Any) -> Any:
-        return xent.cross_entropy(x, y % 8, backend=target.name, **{option: number if constant else value})
-
-    torch.testing.assert_close(compiled(x, number), expected)
-
-
-def test_default_dtype_and_device_do_not_matter(target: Target) -> None:
-    x, _, y = drawn(target)
-    expected = xent.cross_entropy(x, y % 8, backend=target.name)
-    with torch.device("meta"):
-        assert torch.equal(xent.cross_entropy(x, y % 8, backend=target.name), expected)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert torch.equal(xent.cross_entropy(x, y % 8, backend=target.name), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-TWICE = """
-import pytest, torch, xent
-x, y = torch.randn(6, 8, device={device!r}), torch.arange(6, device={device!r})
-def penalty(x, reduction):
-    options = {{"reduction": reduction, "backend": {name!r}}}
-    return torch.func.grad(lambda x: xent.cross_entropy(x, y, **options).sum())(x).square().sum()
-def check(backend, reduction):
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="xent computes no second derivatives"):
-        if {inside}:
-            torch.compile(torch.func.grad(penalty), backend=backend)(x, reduction)
-        else:
-            torch.compile(penalty, backend=backend)(x.requires_grad_(), reduction).backward()
-for backend, reduction in {cases!r}:
-    check(backend, reduction)
-"""
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_second_derivative_of_compiled_torch_func_raises(target: Target, inside: bool) -> None:
-    """Runs in a separate process, because an error in the graph of two transforms does not leave them."""
-    cases = [("aot_eager", "mean")] if inside else [("eager", "mean"), ("aot_eager", "none")]
-    program = TWICE.format(device=target.device, name=target.name, inside=inside, cases=cases)
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize("how", ["checkpoint in a region", "region in a checkpoint", "grad in a region"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiles_with_checkpoints_and_gradients_inside(target: Target, how: str, reduction: str) -> None:
-    x, _, y = drawn(target)
-
-    def loss(x: Tensor) -> Tensor:
-        return xent.cross_entropy(x * 2, y % 8, reduction=reduction, backend=target.name).sum() * 3
-
-    def checkpointed(function: Any, x: Tensor) -> Tensor:
-        return checkpoint(function, x, use_reentrant=False)
-
-    (expected,) = torch.autograd.grad(loss(x), x)
-    if how == "grad in a region":
-        (found,) = torch.compile(lambda x: torch.autograd.grad(loss(x), x), backend="aot_eager")(x)
-    elif how == "region in a checkpoint":
-        (found,) = torch.autograd.grad(checkpointed(torch.compile(loss, backend="aot_eager"), x), x)
-    else:
-        compiled = torch.compile(lambda x: checkpointed(loss, x), backend="aot_eager")
-        (found,) = torch.autograd.grad(compiled(x), x)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # a warning of PyTorch during tracing
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("forward", ["eager", "compiled"])
-def test_compiled_autograd(target: Target, reduction: str, forward: str) -> None:
-    x, _, y = drawn(target)
-
-    def loss(x: Tensor) -> Tensor:
-        return xent.cross_entropy(x * 2, y % 8, reduction=reduction, backend=target.name).sum()
-
-    (expected,) = torch.autograd.grad(loss(x), x)
-    function = torch.compile(loss, backend="aot_eager") if forward == "compiled" else loss
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        function(x).backward()
-    torch.testing.assert_close(x.grad, expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_traced_by_make_fx(target: Target, reduction: str, mode: str) -> None:
-    x, _, y = (tensor.detach() for tensor in drawn(target))
-
-    def gradient(x: Tensor, y: Tensor) -> Tensor:
-        def loss(x: Tensor) -> Tensor:
-            return xent.cross_entropy(x, y % 8, reduction=reduction, backend=target.name).sum()
-
-        return torch.func.grad(loss)(x)
-
-    traced = make_fx(gradient, tracing_mode=mode)(x, y)
-    torch.testing.assert_close(traced(x + 1, y), gradient(x + 1, y))
-
-
-OPTIONS = {
-    "plain": {},
-    "numbers": {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.7},
-    "normalizer": {"normalizer": 7.0},
-    "none": {"reduction": "none", "z_loss": 0.1},
-}
-
-
-def constants_of(graph: torch.fx.GraphModule) -> list[str]:
-    """Return the nodes of a graph that make or hold a tensor without any tensor as input."""
-    found = []
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        is_made = node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
-        if is_made and isinstance(value, Tensor) and value.dim() <= 1 and value.device.type == "cpu":
-            made_by_loss = value.dtype == torch.float64 or node.op == "get_attr" or "lift" in str(node.target)
-            found += [node.format_node() or node.name] if made_by_loss else []
-    return found
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_graphs_have_no_tensors_of_options(target: Target, function: str, options: str) -> None:
-    """A CPU tensor in a graph prevents CUDA graphs."""
-    found = []
-    inputs = []
-
-    def note(graph: torch.fx.GraphModule, example: Any) -> Any:
-        found.extend(constants_of(graph))
-        inputs.append(sum(isinstance(one, Tensor) and one.dim() == 0 and one.dtype == torch.float64 for one in example))
-        return make_boxed_func(graph.forward)
-
-    x, w, classes = drawn(target)
-    classes[2] = -100
-    given = OPTIONS[options] | {"backend": target.name}
-
-    def loss(x: Tensor, w: Tensor) -> Tensor:
-        if function == "cross_entropy":
-            made = xent.cross_entropy(x @ w.t(), classes, **given)
-        else:
-            made = xent.linear_cross_entropy(x, w, classes, **given)
-        return made.sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
-    made, expected = compiled(x, w), loss(x, w)
-    torch.testing.assert_close(made, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(one, (x, w)) for one in (made, expected)))
-    assert len(inputs) == 2
-    assert found == []
-    assert sum(inputs) == 0
-
-
-CHANGING: dict[str, tuple[float, ...]] = {
-    "normalizer": (3.0, 5.0, 7.5, 100.0),
-    "z_loss": (0.1, 0.2, 0.0, 1.0),
-    "label_smoothing": (0.1, 0.0, 1.0, 0.3),
-    "softcap": (3.0, 5.0, 30.0, 1.0),
-    "logit_scale": (0.5, 1.0, -0.7, 2.0),
-}
-
-
-@pytest.mark.parametrize("option", CHANGING)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("compiles", [False, True])
-def test_options_that_are_tensors_never_recompile(target: Target, function: str, option: str, compiles: bool) -> None:
-    """The results are those of the same numbers."""
-    x, w, classes = drawn(target)
-    classes[2] = -100
-
-    def loss(x: Tensor, w: Tensor, value: Any) -> Tensor:
-        options = {option: value, "backend": target.name}
-        if function == "cross_entropy":
-            made = xent.cross_entropy(x @ w.t(), classes, **options)
-        else:
-            made = xent.linear_cross_entropy(x, w, classes, **options)
-        return made
-
-    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiles else loss
-    leaves = [x, w]
-    for value in CHANGING[option]:
-        expected, found = loss(*leaves, value), run(*leaves, torch.tensor(value, device=target.device))
-        torch.testing.assert_close(found, expected)
-        pairs = zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True)
-        for one, other in pairs:
-            torch.testing.assert_close(one, other)
-    if compiles:
-        assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("option", ["z_loss", "label_smoothing"])
-def test_values_of_tensors_are_checked_where_they_can_be(option: str) -> None:
-    z, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=f"{option} must be"):
-        xent.cross_entropy(z, y, **{option: torch.tensor(-1.0)})
-    with pytest.raises(ValueError, match=f"{option} requires a gradient, which xent does not compute"):
-        xent.cross_entropy(z, y, **{option: torch.tensor(0.1, requires_grad=True)})

@@ -39,14 +39,6 @@ def test_result_fits_and_is_nearly_the_longest(peak: Callable[[int], int], first
     assert not at_least
 
 
-def test_linear_peaks_need_two_more_steps() -> None:
-    assert search(lambda length: 1000 + 2 * length)[2] == [1024, 2048, 4480]
-
-
-def test_without_enough_memory_for_any_length() -> None:
-    assert search(lambda length: LIMIT + length)[:2] == (None, False)
-
-
 def test_steps_without_enough_memory_of_the_device_are_too_long() -> None:
     length, _, _ = search(lambda length: None if length > 3000 else 1000 + length)
     assert length is not None

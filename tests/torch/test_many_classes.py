@@ -108,30 +108,6 @@ def test_a_row_that_is_no_number_spoils_no_other_row(value: float) -> None:
         torch.testing.assert_close(after[kept], before[kept], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ignored_rows(reduction: str, dtype: torch.dtype) -> None:
-    x = rows_of_all_kinds().to(dtype)
-    x[2], x[4], x[5, 5] = -torch.inf, torch.nan, torch.inf
-    target = torch.full((ROWS,), 3000)
-    target[2:6] = -100
-    leaf = x.clone().requires_grad_()
-    loss, stats = xent.cross_entropy(leaf, target, reduction=reduction, stats=("lse", "entropy"), backend="torch")
-    loss.sum().backward()
-    assert leaf.grad is not None
-    assert bool((leaf.grad[2:6] == 0).all())
-    assert bool((leaf.grad[6:].float().abs().amax(-1) > 0).all())
-    for values in (stats.lse, stats.entropy, loss.expand(ROWS) if reduction == "none" else stats.lse):
-        assert bool((values[2:6] == 0).all())
-
-
-def test_log_sum_exp_without_any_class() -> None:
-    x = rows_of_all_kinds()
-    x[5] = -torch.inf
-    _, stats = xent.cross_entropy(x, torch.full((ROWS,), 3000), stats=("lse",), backend="torch")
-    torch.testing.assert_close(stats.lse, x.logsumexp(-1), rtol=1e-6, atol=1e-6)
-
-
 def gradients(x: Tensor, target: Tensor) -> list[Tensor]:
     found = []
     for reduction in ("sum", "none"):
@@ -163,23 +139,6 @@ def test_loss_of_a_row_has_the_same_bits_alone_and_without_statistics(stats: tup
         for leaf in (x[row : row + 1], x[row : row + 1].clone().requires_grad_()):
             found = xent.cross_entropy(leaf, target[:1], reduction="none", backend="torch", **options)
             assert (found[0] if stats else found).detach().equal(together[row : row + 1])
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_statistics_of_all_classes(grad: bool) -> None:
-    x = 3 * torch.randn(40, CLASSES, generator=torch.Generator().manual_seed(0)) + 1
-    x[::2] += 50
-    names = ("predictions", "mean_logit", "log_sum_sq_probs", "accuracy", "z_loss")
-    target = x.argmax(-1)
-    target[::4] = 0
-    _, stats = xent.cross_entropy(x.requires_grad_(grad), target, z_loss=0.1, stats=names, backend="torch")
-    exact = x.detach().double()
-    assert stats.predictions.equal(exact.argmax(-1))
-    assert float(stats.accuracy) == float((exact.argmax(-1) == target).float().mean())
-    torch.testing.assert_close(stats.mean_logit.double(), exact.mean(-1), rtol=1e-6, atol=1e-6)
-    squares = exact.softmax(-1).square().sum(-1).log()
-    torch.testing.assert_close(stats.log_sum_sq_probs.double(), squares, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(stats.z_loss.double(), 0.1 * exact.logsumexp(-1).square().mean(), rtol=1e-6, atol=0)
 
 
 def test_loss_of_certain_targets_is_not_negative() -> None:

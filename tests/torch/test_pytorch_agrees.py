@@ -60,15 +60,16 @@ def test_mean_of_nothing_is_nan_in_pytorch_and_zero_in_xent(target: Target) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
-@pytest.mark.parametrize("name", ["weight", "sample_weight", "normalizer"])
-def test_options_of_another_dtype_are_converted_to_float32(target: Target, name: str, dtype: torch.dtype) -> None:
-    if (name == "weight" and not dtype.is_floating_point) or (name == "normalizer" and dtype == torch.bool):
+@pytest.mark.parametrize("name", ["target", "weight", "sample_weight", "normalizer"])
+def test_arguments_of_another_dtype_are_converted_to_float32(target: Target, name: str, dtype: torch.dtype) -> None:
+    if (name in ("target", "weight") and not dtype.is_floating_point) or (name == "normalizer" and dtype == torch.bool):
         return
     torch.manual_seed(0)
     logits, classes = torch.randn(4, 4, device=target.device), torch.arange(4, device=target.device)
-    value = (torch.rand(() if name == "normalizer" else 4, device=target.device) + 1).to(dtype)
+    size = {"normalizer": (), "target": (4, 4)}.get(name, (4,))
+    value = (torch.rand(size, device=target.device) + 1).to(dtype)
     losses = [
-        xent.cross_entropy(logits, classes, label_smoothing=0.1, backend=target.name, **{name: option})
+        xent.cross_entropy(logits, backend=target.name, **{"target": classes, "label_smoothing": 0.1, name: option})
         for option in (value, value.float())
     ]
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)

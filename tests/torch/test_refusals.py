@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 import xent
 from tests.covering import crossed
 from tests.targets import Target
-from xent.integrations.torch import LinearCrossEntropyLoss
 
 NO_FORWARD_MODE = "{} carries a tangent, and xent computes no forward-mode derivatives"
 
@@ -165,20 +164,6 @@ def test_sharded_tensors_raise() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "error"),
-    [
-        ("shift", -1, ValueError),
-        ("workspace", 1e9, TypeError),
-        ("workspace", -1, ValueError),
-        ("z_loss", -1.0, ValueError),
-    ],
-)
-def test_modules_refuse_wrong_options_when_they_are_made(option: str, value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{option} must be"):
-        LinearCrossEntropyLoss(8, 11, **{option: value})
-
-
 def test_module_instead_of_its_weight(tensors: dict[str, Tensor]) -> None:
     head = torch.nn.Linear(8, 11)
     with pytest.raises(TypeError, match=r"got Linear .*: pass module\.weight, and linear_bias=module\.bias$"):
@@ -205,3 +190,18 @@ def test_a_classifier_of_another_dtype(target: Target, tensors: dict[str, Tensor
         bias = torch.zeros(11, device=target.device).double()
         with pytest.raises(TypeError, match=r"linear_bias must have the dtype of input, torch.float32"):
             xent.linear_cross_entropy(source, weight, tensors["target"], linear_bias=bias)
+
+
+def test_tensors_of_two_devices_are_refused(target: Target, tensors: dict[str, Tensor]) -> None:
+    x, w, y = (tensors[name].to("meta") for name in ("input", "linear_weight", "target"))
+    placed = torch.zeros(6, device=target.device)
+    with pytest.raises(ValueError, match=f"must be on one device: input is on meta, target on {target.device}"):
+        xent.linear_cross_entropy(x, w, placed.long())
+    with pytest.raises(ValueError, match=f"input is on meta, sample_weight on {target.device}"):
+        xent.linear_cross_entropy(x, w, y, sample_weight=placed)
+    assert xent.linear_cross_entropy(x, w, y, normalizer=torch.tensor(3)).device.type == "meta"
+
+
+def test_uint64_targets_are_refused(target: Target, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"target must hold class indices .* got dtype uint64"):
+        xent.cross_entropy(tensors["logits"], tensors["target"].to(torch.uint64))

@@ -86,10 +86,3 @@ def test_no_tensor_is_kept_alive(target: Target, function: str, reduction: str) 
     del tensors, kept, loss, stats
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-
-
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_probs"])
-def test_backends_of_other_types_are_refused_by_name(function: str) -> None:
-    sources = (torch.zeros(3, 4),) if "linear" not in function else (torch.zeros(3, 5), torch.zeros(4, 5))
-    with pytest.raises(TypeError, match=r"backend must be 'auto' or one of .*, got \['torch'\]"):
-        getattr(xent, function)(*sources, torch.tensor([0, 1, 2]), backend=["torch"])

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import xent
-from tests.covering import crossed
 from tests.targets import Target
 
 REDUCTIONS = ["mean", "sum", "none"]
@@ -37,38 +36,6 @@ def plain(sources: dict[str, Tensor], probabilities: Tensor, reduction: str = "m
         logits = F.linear(sources["input"], sources["linear_weight"])
     made = F.cross_entropy(logits.flatten(0, -2), probabilities.flatten(0, -2), reduction=reduction)
     return made.view(probabilities.shape[:-1]) if reduction == "none" else made
-
-
-@pytest.mark.parametrize(
-    *crossed(
-        function=["cross_entropy", "linear_cross_entropy"],
-        reduction=REDUCTIONS,
-        alone=[False, True],
-        compiled=[False, True],
-    )
-)
-def test_gradients_equal_pytorch(
-    target: Target, tensors: dict[str, Tensor], function: str, reduction: str, alone: bool, compiled: bool
-) -> None:
-    """`alone`: only the target requires a gradient. A second backward pass gives the same gradients."""
-    sources = {name: values.detach() if alone else values for name, values in sources_of(tensors, function).items()}
-
-    def loss(probabilities: Tensor) -> Any:
-        return getattr(xent, function)(**sources, target=probabilities, reduction=reduction, backend=target.name)
-
-    run = loss
-    if compiled:
-        torch._dynamo.reset()
-        run = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    probabilities = tensors["target"]
-    asking = [probabilities] if alone else [probabilities, *sources.values()]
-    made, expected = run(probabilities), plain(sources, probabilities, reduction)
-    torch.testing.assert_close(made, expected)
-    upstream = torch.rand_like(expected)
-    wanted = torch.autograd.grad(expected, asking, upstream)
-    for retain in (True, False):
-        found = torch.autograd.grad(made, asking, upstream, retain_graph=retain)
-        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("layout", ["axis 1", "transposed", "expanded", "several chunks"])

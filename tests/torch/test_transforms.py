@@ -1,6 +1,7 @@
 """Every function, and every argument that can be trained, under torch.func, torch.compile, vmap and autocast."""
 
 from collections.abc import Callable
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.covering import crossed
 from tests.targets import Target
 
 
-def calls_of(target: Target) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+def calls_of(target: Target) -> tuple[dict[str, Callable[..., Tensor]], dict[str, Tensor]]:
     """Return functions of hidden states, classifier, and scale or probabilities; and these tensors."""
     generator = torch.Generator().manual_seed(0)
     x, w, teacher, wide = (
@@ -69,18 +70,21 @@ def calls_of(target: Target) -> dict[str, tuple[Callable[..., Tensor], list[Tens
         "probabilities, linear": squared,
         "probabilities, heads": headed,
     }
-    third = {torch.tensor(-0.3, device=target.device): of_scale, teacher.softmax(-1): of_target}
-    calls = {name: (function, [x, w]) for name, function in of_two.items()}
-    return calls | {name: (made, [x, w, one]) for one, some in third.items() for name, made in some.items()}
+    tensors = {"x": x, "w": w, "scale": torch.tensor(-0.3, device=target.device), "probabilities": teacher.softmax(-1)}
+    return of_two | of_scale | of_target, tensors
 
 
-NAMES = list(calls_of(Target("torch", "cpu")))
+NAMES = list(calls_of(Target("torch", "cpu"))[0])
+
+
+def arguments_of(name: str) -> tuple[str, ...]:
+    return ("x", "w", *(third for third in ("scale", "probabilities") if third in name))
 
 
 def call_of(target: Target, name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
     torch._dynamo.reset()
-    function, tensors = calls_of(target)[name]
-    return function, [tensor.clone().requires_grad_() for tensor in tensors]
+    functions, tensors = calls_of(target)
+    return functions[name], [tensors[argument].clone().requires_grad_() for argument in arguments_of(name)]
 
 
 def upstream_of(loss: Tensor, *more: int) -> Tensor:
@@ -106,20 +110,24 @@ def test_batch_of_upstream_gradients_is_refused(target: Target) -> None:
         torch.autograd.grad(loss, x, torch.eye(3, device=target.device), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_compiles_whole(target: Target, name: str) -> None:
-    """Also with other values, and a second backward pass has the same gradients."""
-    function, leaves = call_of(target, name)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+def test_compiles_whole(target: Target) -> None:
+    """All of them in one graph, also with other values. A second backward pass has the same gradients."""
+    torch._dynamo.reset()
+    functions, tensors = calls_of(target)
+
+    def every(leaves: dict[str, Tensor]) -> list[Tensor]:
+        return [call(*(leaves[argument] for argument in arguments_of(name))) for name, call in functions.items()]
+
+    compiled = torch.compile(every, fullgraph=True, backend="aot_eager")
     for factor in (1.0, 0.5):
-        some = [(factor * leaf).detach().requires_grad_() for leaf in leaves]
-        found, expected = compiled(*some), function(*some)
+        leaves = {name: (factor * tensor).detach().requires_grad_() for name, tensor in tensors.items()}
+        some = list(leaves.values())
+        found, expected = compiled(leaves), every(leaves)
         torch.testing.assert_close(found, expected)
-        wanted = torch.autograd.grad(expected, some, upstream_of(expected))
+        upstream = [upstream_of(one) for one in expected]
+        wanted = torch.autograd.grad(expected, some, upstream)
         for retain in (True, False):
-            torch.testing.assert_close(
-                torch.autograd.grad(found, some, upstream_of(expected), retain_graph=retain), wanted
-            )
+            torch.testing.assert_close(torch.autograd.grad(found, some, upstream, retain_graph=retain), wanted)
 
 
 def transformed(how: str, function: Callable[..., Tensor], numbers: tuple[int, ...]) -> Callable[..., Any]:
@@ -140,15 +148,14 @@ def transformed(how: str, function: Callable[..., Tensor], numbers: tuple[int, .
     }[how]
 
 
-@pytest.mark.parametrize(
-    *crossed(
-        costly="compiled",
-        name=NAMES,
-        how=["grad", "vjp", "grad_and_value", "jacrev"],
-        compiled=[None, "eager", "aot_eager"],
-        asks=[False, True],
-    )
-)
+HOW = ["grad", "vjp", "grad_and_value", "jacrev"]
+EAGER = crossed(name=NAMES, how=HOW, compiled=[None], asks=[False, True])
+COMPILED = [
+    (name, *rest) for name, rest in zip(NAMES, cycle(product(HOW, ["eager", "aot_eager"], [True, False])), strict=False)
+]
+
+
+@pytest.mark.parametrize(EAGER[0], EAGER[1] + COMPILED)
 def test_torch_func(target: Target, name: str, how: str, compiled: str | None, asks: bool) -> None:
     """The transform's arguments are arguments of the loss, and may require a gradient, as parameters do."""
     if compiled and target.slow:
@@ -166,8 +173,10 @@ def test_torch_func(target: Target, name: str, how: str, compiled: str | None, a
     torch.testing.assert_close(found, expected, **({} if compiled or how == "jacrev" else {"rtol": 0, "atol": 0}))
 
 
-@pytest.mark.parametrize("how", ["penalty", "grad of grad", "graph not retained", "func", "compiled"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*product(NAMES, ["penalty", "grad of grad", "graph not retained", "func"]), *product(NAMES[::6], ["compiled"])],
+)
 def test_second_derivatives_raise(target: Target, name: str, how: str) -> None:
     function, leaves = call_of(target, name)
     run = torch.compile(function, backend="aot_eager") if how == "compiled" else function
@@ -208,3 +217,37 @@ def test_autocast_equals_hidden_states_and_classifier_of_its_dtype(
         rounded = dtype == torch.bfloat16 and target.device == "cuda"
         atol = 2**-7 * float(other.abs().max()) if rounded else 1e-3
         torch.testing.assert_close(one, other.float(), rtol=0.02, atol=atol)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_multiplies_as_linear_does_and_keeps_the_weight_gradient_wide(
+    target: Target, tensors: dict[str, Tensor], reduction: str, dtype: torch.dtype
+) -> None:
+    x, w, b, y = (tensors[name] for name in ("input", "linear_weight", "linear_bias", "target"))
+    x, w, b = (tensor.requires_grad_() for tensor in (x, w, b))
+    with torch.autocast(target.device.split(":")[0], dtype=dtype):
+        loss = xent.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction, backend=target.name).sum()
+        logits = torch.nn.functional.linear(x, w, b)
+    assert logits.dtype == dtype
+    plain = torch.nn.functional.cross_entropy(logits.float(), y, reduction=reduction).sum()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, plain, rtol=1e-3, atol=0)
+    found, expected = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(plain, (x, w, b))
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    truth = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(torch.nn.functional.linear(*wide), y, reduction=reduction).sum(), wide
+    )
+    for one, other, true in zip(found, expected, truth, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - true).norm() <= 1.2 * (other - true).norm()
+
+
+def test_autocast_leaves_float64_alone(target: Target, tensors: dict[str, Tensor]) -> None:
+    if not target.takes("float64"):
+        return
+    x, w, y = (tensors[name] for name in ("input", "linear_weight", "target"))
+    with torch.autocast(target.device.split(":")[0], dtype=torch.bfloat16):
+        assert xent.linear_cross_entropy(x.double(), w.double(), y, backend=target.name).dtype == torch.float64
+        with pytest.raises(TypeError, match="linear_weight must have the dtype of input"):
+            xent.linear_cross_entropy(x, w.double(), y, backend=target.name)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import xent
-from tests.torch.peak import peak
+from tests.torch.peak import peaks
 
 N, D, V = 64, 16, 40
 
@@ -88,85 +88,74 @@ def test_bfloat16_gradient_of_a_classifier_in_64_chunks() -> None:
     assert (found.double() - truth).norm() <= 1.5 * (plain.double() - truth).norm()
 
 
-LOGITS = "x = torch.randn(1024, 32000).requires_grad_(); y = torch.randint(32000, (1024,))"
-SIZE = 1024 * 32000 * 4
+MIB = 2**20
+ROWS, CLASSES = 512, 32000
+LOGITS = f"x = torch.randn({ROWS}, {CLASSES}).requires_grad_(); y = torch.randint({CLASSES}, ({ROWS},))"
+CLASSES_FIRST = f"x = torch.randn({CLASSES}, {2 * ROWS}).requires_grad_(); y = torch.randint({CLASSES}, ({2 * ROWS},))"
+INSIDE = f"{LOGITS}; h = x + 0"
+RETAINED = "xent.cross_entropy(x, y).backward(retain_graph=True)"
+NARROW = LOGITS.replace("32000)", "32000).{}()", 1)
+PEAKS: list[tuple[str, str, int]] = [
+    (LOGITS, "xent.cross_entropy(x, y).backward()", 1),
+    (INSIDE, "xent.cross_entropy(h, y).backward()", 1),
+    (INSIDE, "xent.cross_entropy(h, y, inplace=True).backward()", 0),
+    (LOGITS, "xent.cross_entropy(x, y, inplace=True).backward()", 0),
+    (LOGITS, "(xent.cross_entropy(x, y) * 0.5).backward()", 1),
+    (LOGITS, "xent.cross_entropy(x, y, reduction='none').sum().backward()", 1),
+    (CLASSES_FIRST, "xent.cross_entropy(x, y, axis=0).backward()", 2),
+    (LOGITS, "with torch.no_grad(): xent.cross_entropy(x, y)", 0),
+    (LOGITS, "with torch.no_grad(): xent.cross_entropy(x, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4)", 0),
+    # A retained graph has one gradient that is saved and one that is returned, in the dtype of the logits.
+    (LOGITS, RETAINED, 2),
+    (NARROW.format("bfloat16"), RETAINED, 1),
+    (NARROW.format("half"), RETAINED, 1),
+    (NARROW.format("bfloat16"), "torch.autograd.grad(xent.cross_entropy(x, y) * 0.5, x, retain_graph=True)", 1),
+]
+"""(setup, call, how often the call holds the memory of float32 logits)"""
 
 
 def test_memory_of_logits_is_their_gradient() -> None:
-    assert peak(LOGITS, "xent.cross_entropy(x, y).backward()") <= 1.1 * SIZE
-    inside = f"{LOGITS}; h = x + 0"
-    assert peak(inside, "xent.cross_entropy(h, y).backward()") <= 1.1 * SIZE
-    assert peak(inside, "xent.cross_entropy(h, y, inplace=True).backward()") <= 0.1 * SIZE
-    assert peak(LOGITS, "xent.cross_entropy(x, y, inplace=True).backward()") <= 0.1 * SIZE
-    assert peak(LOGITS, "(xent.cross_entropy(x, y) * 0.5).backward()") <= 1.1 * SIZE
-    assert peak(LOGITS, "xent.cross_entropy(x, y, reduction='none').sum().backward()") <= 1.1 * SIZE
-    classes_first = "x = torch.randn(32000, 1024).requires_grad_(); y = torch.randint(32000, (1024,))"
-    assert peak(classes_first, "xent.cross_entropy(x, y, axis=0).backward()") <= 1.1 * SIZE
+    used = peaks(*((setup, call) for setup, call, _ in PEAKS))
+    for (setup, call, times), found in zip(PEAKS, used, strict=True):
+        assert found <= times * ROWS * CLASSES * 4 + 12 * MIB, (setup, call)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_retained_graph_costs_one_gradient_in_its_dtype(dtype: str) -> None:
-    setup = f"x = torch.randn(1024, 32000, dtype=torch.{dtype}).requires_grad_(); y = torch.randint(32000, (1024,))"
-    size = 1024 * 32000 * (4 if dtype == "float32" else 2)
-    assert peak(setup, "xent.cross_entropy(x, y).backward(retain_graph=True)") <= 2.1 * size
+def test_linear_memory_is_flat_in_tokens() -> None:
+    workspace, vocabulary, width = 16 * MIB, 16000, 64
+    call = f"xent.linear_cross_entropy(x, w, y, workspace={workspace}{{}}).sum().backward()"
+    calls = [call.format(more) for more in ("", ", reduction='none'", ", label_smoothing=0.1, softcap=30.0")]
+    few, many = ([(linear(tokens, width, vocabulary), one) for one in calls] for tokens in (1024, 4096))
+    used = peaks(*few, *many)
+    for name, small, large in zip(calls, used[:3], used[3:], strict=True):
+        small, large = small - (1024 + vocabulary) * width * 4, large - (4096 + vocabulary) * width * 4
+        assert max(small, large) <= workspace + 24 * MIB, name
+        assert large - small <= 8 * MIB, name
 
 
-def test_retained_graph_needs_no_float32_gradient() -> None:
-    """One gradient is saved and one is returned. In float32 the second would take twice the memory."""
-    setup = LOGITS.replace("32000)", "32000).bfloat16()", 1)
-    call = "torch.autograd.grad(xent.cross_entropy(x, y) * 0.5, x, retain_graph=True)"
-    assert peak(setup, call) <= 2.2 * SIZE / 2
+def linear(tokens: int, width: int, vocabulary: int) -> str:
+    return f"""
+x, w = torch.randn({tokens}, {width}).requires_grad_(), torch.randn({vocabulary}, {width}).requires_grad_()
+y = torch.randint({vocabulary}, ({tokens},))"""
 
 
-def test_logits_without_gradient_need_little_memory() -> None:
-    for call in (
-        "xent.cross_entropy(x, y)",
-        "xent.cross_entropy(x, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4)",
-    ):
-        assert peak(LOGITS, f"with torch.no_grad(): {call}") <= 0.1 * SIZE
-
-
-@pytest.mark.parametrize("options", ["", ", reduction='none'", ", label_smoothing=0.1, softcap=30.0"])
-def test_linear_memory_is_flat_in_tokens(options: str) -> None:
-    workspace, vocabulary, width = 16 * 2**20, 16000, 64
-    used = []
-    for tokens in (1024, 4096):
-        setup = "; ".join(
-            [
-                f"x = torch.randn({tokens}, {width}).requires_grad_()",
-                f"w = torch.randn({vocabulary}, {width}).requires_grad_()",
-                f"y = torch.randint({vocabulary}, ({tokens},))",
-            ]
-        )
-        call = f"xent.linear_cross_entropy(x, w, y, workspace={workspace}{options}).sum().backward()"
-        used.append(peak(setup, call) - (tokens + vocabulary) * width * 4)
-    assert max(used) <= workspace + 24 * 2**20
-    assert used[1] - used[0] <= 8 * 2**20
-
-
-def test_bfloat16_gradient_of_one_chunk_is_computed_in_its_final_memory() -> None:
-    setup = """
-x, w = torch.randn(64, 512).bfloat16(), torch.randn(64000, 512).bfloat16().requires_grad_()
-y = torch.randint(64000, (64,)); y[:9] = -100
-"""
-    # On processors without bfloat16 instructions, the library allocates memory itself to compute logits.
-    library = peak(setup, "x @ w.detach().t()") - 64 * 64000 * 2
-    assert peak(setup, "xent.linear_cross_entropy(x, w, y).backward()") <= 1.5 * 64000 * 512 * 2 + library
-
-
-def test_frozen_classifier_costs_no_memory_for_its_gradient() -> None:
-    setup = "x = torch.randn(64, 512).requires_grad_(); w = torch.randn(64000, 512); y = torch.randint(64000, (64,))"
-    call = "xent.linear_cross_entropy(x, w, y, workspace=2**22).backward()"
-    assert peak(setup, call) <= 0.3 * 64000 * 512 * 4
-    assert 1.0 <= peak(setup, f"w.requires_grad_(); {call}") / (64000 * 512 * 4) <= 1.3
-
-
-@pytest.mark.parametrize("options", ["", ", head_weight=(1.0, 0.5, 0.3, 0.1)", ", reduction='none'"])
-def test_four_heads_hold_one_gradient_of_the_classifier(options: str) -> None:
-    """Four separate calls would hold four gradients of 62.5 MiB."""
-    setup = """
-x, w = torch.randn(4, 64, 512).requires_grad_(), torch.randn(32000, 512).requires_grad_()
-y = torch.randint(32000, (64,))
-"""
-    call = f"xent.linear_cross_entropy(x, w, y, shift=(1, 2, 3, 4){options}).sum().backward()"
-    assert peak(setup, call) <= 130 * 2**20
+def test_gradients_of_the_classifier() -> None:
+    """One that is frozen costs nothing. One of a single chunk is computed in its final memory, one of heads once."""
+    frozen, size = f"{linear(64, 512, 32000)}; w.requires_grad_(False)", 32000 * 512 * 4
+    narrow = (
+        f"{linear(64, 512, 32000)}; x, w = x.detach().bfloat16(), w.detach().bfloat16().requires_grad_(); y[:9] = -100"
+    )
+    heads = f"{linear(64, 512, 32000)}; x = torch.randn(4, 64, 512).requires_grad_()"
+    head = "xent.linear_cross_entropy(x, w, y, shift=(1, 2, 3, 4){}).sum().backward()"
+    calls = [
+        (frozen, "xent.linear_cross_entropy(x, w, y, workspace=2**21).backward()"),
+        (frozen, "w.requires_grad_(); xent.linear_cross_entropy(x, w, y, workspace=2**21).backward()"),
+        # On processors without bfloat16 instructions, the library allocates memory itself to compute logits.
+        (narrow, "x @ w.detach().t()"),
+        (narrow, "xent.linear_cross_entropy(x, w, y).backward()"),
+        *((heads, head.format(more)) for more in ("", ", head_weight=(1.0, 0.5, 0.3, 0.1)", ", reduction='none'")),
+    ]
+    alone, both, library, of_chunk, *of_heads = peaks(*calls)
+    assert alone <= 0.3 * size
+    assert size <= both <= 1.3 * size
+    assert of_chunk <= 1.5 * size / 2 + library - 64 * 32000 * 2
+    assert max(of_heads) <= 130 * MIB  # four separate calls would hold four gradients of 62.5 MiB

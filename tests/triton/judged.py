@@ -8,7 +8,7 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
-from xent.core.spec import LOG_PROB_STATS, ROW_STATS
+from xent.core.spec import ROW_STATS
 
 __all__ = ["ASKED", "CLOSE", "DTYPES", "OPTIONS", "Rows", "Upstream", "compare", "compare_results", "draw", "padded"]
 
@@ -22,8 +22,6 @@ OPTIONS = {
     "scale": {"logit_scale": -0.7},
     "softcap": {"softcap": 4.0},
     "softcap, scale, smoothing": {"softcap": 4.0, "logit_scale": 1.5, "label_smoothing": 0.1},
-    "temperature": {"temperature": True},
-    "softcap, scale, temperature": {"softcap": 4.0, "logit_scale": -0.7, "temperature": True},
     "sample_weight, softcap": {"sample_weight": True, "softcap": 30.0},
     "all": {
         "weight": True, "label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0, "logit_scale": 0.8,
@@ -33,7 +31,7 @@ OPTIONS = {
 ASKED: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
     "all": ("loss", "lse", "nll", "entropy"),
-    "log-probabilities and entropy": ("loss", "entropy"),
+    "loss and entropy": ("loss", "entropy"),
     "entropy": ("entropy",),
     "lse": ("lse",),
     "loss and nll": ("loss", "nll"),
@@ -51,34 +49,23 @@ class Upstream(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows (..., V) of a call with reduction "none": a loss, or with a temperature per row log-probabilities."""
+    """Rows (..., V) of a loss with reduction "none"."""
 
     logits: Tensor
     target: Tensor
     weight: Tensor | None = None
     sample_weight: Tensor | None = None
-    temperature: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     stats: tuple[str, ...] = ()
     upstream: Upstream = field(default_factory=Upstream)
     backend: str = "triton"
 
     def run(self, logits: Tensor, **more: Any) -> dict[str, Tensor]:
-        """Return the loss and the statistics of each row; with a temperature, minus the log-probability."""
-        if self.temperature is None:
-            given = {"weight": self.weight, "sample_weight": self.sample_weight, "reduction": "none"}
-            given |= self.options | more
-            made = xent.cross_entropy(logits, self.target, stats=self.stats, backend=self.backend, **given)
-            loss, stats = made if self.stats else (made, xent.Stats())
-            return {"loss": loss} | {name: getattr(stats, name) for name in self.stats}
-        names = tuple(name for name in self.stats if name in LOG_PROB_STATS)
-        given = {"temperature": self.temperature, "entropy": "entropy" in self.stats}
-        made = xent.log_probs(logits, self.target, stats=names, backend=self.backend, **given, **self.options)
-        found = list(made) if isinstance(made, tuple) else [made]
-        stats = found.pop() if names else xent.Stats()
-        named = {"loss": -found[0]} | {name: getattr(stats, name) for name in names}
-        named |= {"nll": -found[0]} if "nll" in self.stats else {}
-        return named | ({"entropy": found[1]} if given["entropy"] else {})
+        """Return the loss and the statistics of each row."""
+        given = {"weight": self.weight, "sample_weight": self.sample_weight, "reduction": "none"} | self.options | more
+        made = xent.cross_entropy(logits, self.target, stats=self.stats, backend=self.backend, **given)
+        loss, stats = made if self.stats else (made, xent.Stats())
+        return {"loss": loss} | {name: getattr(stats, name) for name in self.stats}
 
     def forward(self) -> dict[str, Tensor]:
         """Return all results of a call without gradients."""
@@ -89,10 +76,8 @@ class Rows:
         """Return the gradient and the results of a call that keeps the logits, in place, and of the sum of losses."""
         used = {name: one for name, one in self.upstream._asdict().items() if one is not None}
         asked = replace(self, stats=tuple(name for name in used if name != "loss"))
-        ways: dict[str, dict[str, Any]] = {"beside": {}}
-        if self.temperature is None:
-            ways |= {} if _overlaps(self.logits) else {"in place": {"inplace": True}}
-            ways |= {} if asked.stats else {"of the sum": {"reduction": "sum"}}
+        ways: dict[str, dict[str, Any]] = {"beside": {}, "in place": {"inplace": True}}
+        ways |= {} if asked.stats else {"of the sum": {"reduction": "sum"}}
         found = {}
         for way, options in ways.items():
             leaf = given = self.logits.detach().requires_grad_()
@@ -114,11 +99,7 @@ class Rows:
 
         named = {name: wide(getattr(self, name)) for name in ("logits", "target", "weight", "sample_weight")}
         upstream = Upstream(*map(wide, self.upstream))
-        return replace(self, **named, temperature=wide(self.temperature), upstream=upstream, backend="torch")
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return replace(self, **named, upstream=upstream, backend="torch")
 
 
 def compare(rows: Rows, least: float = 4e-6, **close: Any) -> None:
@@ -166,10 +147,7 @@ def draw(
     logits = 3 * torch.randn(rows, vocabulary, generator=generator)
     classes = torch.randint(vocabulary, (rows,), generator=generator)
     classes[0], classes[-1], classes[2::4] = 0, vocabulary - 1, -100
-    weight, sample, temperature = (
-        torch.rand(size, generator=generator) * wide + least
-        for size, wide, least in ((vocabulary, 2, 0), (rows, 1, 0.5), (rows, 2, 0.4))
-    )
+    weight, sample = 2 * torch.rand(vocabulary, generator=generator), 0.5 + torch.rand(rows, generator=generator)
     weight[::7], sample[1] = 0, 0
     upstream = torch.randn(4, rows, generator=generator).to(target.device)
     return Rows(
@@ -177,7 +155,6 @@ def draw(
         classes.to(target.device),
         weight.to(target.device) if given.pop("weight", False) else None,
         sample.to(target.device) if given.pop("sample_weight", False) else None,
-        temperature.to(target.device) if given.pop("temperature", False) else None,
         options=given,
         stats=() if asked == "loss" else ROW_STATS,
         upstream=Upstream(

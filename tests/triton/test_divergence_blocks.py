@@ -98,35 +98,3 @@ def test_first_block(target: Target, kind: Any, dtype: torch.dtype, first: str, 
     least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # smaller gradients round to 0
     for one, other in zip(made, right, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()) + least)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "tv", "top-k"])
-@pytest.mark.parametrize("vocabulary", [88, 83, 4104])
-@pytest.mark.parametrize("dead", [False, True])
-def test_chunks(target: Target, beta: Any, vocabulary: int, dead: bool) -> None:
-    """Hidden states, in chunks of three rows, against float64 from logits that are not rounded."""
-    torch.manual_seed(0)
-    hidden, other = (torch.randn(6, 16).to(target.device, torch.bfloat16) for _ in range(2))
-    weight = torch.randn(vocabulary, 16).to(target.device, torch.bfloat16)
-    rows = torch.ones(6, device=target.device)
-    rows[4] = 0 if dead else 2
-    known = top_k((other.double() @ weight.double().t()).cpu(), "bucket")
-    found = []
-    for backend, device, dtype in ((target.name, target.device, torch.bfloat16), ("torch", "cpu", torch.float64)):
-        leaves = [leaf.to(device, dtype).requires_grad_() for leaf in (hidden, weight)]
-        teacher = xent.LinearTeacher(other.to(device, dtype), weight.to(device, dtype))
-        if beta == "top-k":
-            teacher = xent.TopKTeacher(known.ids.to(device), known.log_probs.to(device))
-        loss = xent.linear_divergence(
-            *leaves,
-            teacher,
-            **which(0.0 if beta == "top-k" else beta),
-            sample_weight=rows.to(device),
-            workspace=3 * 12 * vocabulary,
-            backend=backend,
-        )
-        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    for one, right in zip(*found, strict=True):
-        torch.testing.assert_close(
-            one.cpu().double(), right.double(), rtol=2.0**-7, atol=2.0**-7 * float(right.abs().max())
-        )

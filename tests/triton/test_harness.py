@@ -14,12 +14,6 @@ def harness_of(device: str) -> Any:
     return backend_of("triton").harness(device)
 
 
-def test_every_kernel_is_listed() -> None:
-    kernels = harness_of("cuda").kernels
-    assert len(set(kernels)) == len(kernels) > 5
-    assert all(name.endswith("_kernel") for name in kernels)
-
-
 def test_kernels_that_the_profiler_saw_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = harness_of("cuda")
     first, second = harness.kernels[0], harness.kernels[-1]
@@ -34,12 +28,6 @@ def test_kernels_that_the_profiler_saw_are_named(monkeypatch: pytest.MonkeyPatch
     with harness.watched() as seen:
         assert not seen
     assert seen == {first, second}
-
-
-def test_sizes_are_on_and_off_boundaries_of_16_bytes() -> None:
-    harness = harness_of("cuda")
-    for dtype in harness.dtypes:
-        assert {vocabulary % 16 == 0 for vocabulary in harness.sizes(dtype).values()} == {True, False}
 
 
 def test_the_interpreter_is_named_if_it_runs_the_kernels() -> None:

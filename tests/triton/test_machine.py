@@ -37,17 +37,23 @@ def test_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (versions, devices) == ({"torch": torch.__version__}, ())
 
 
-@pytest.mark.parametrize("version", ["2.1.0", "3.1.0", "3.1.0+git1234", "3.0.0rc1"])
-def test_old_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", version)
-    assert found() == (f"it needs Triton 3.4 or later and found {version}", ())
+OLD = "it needs Triton 3.4 or later and found {}"
+OLD_GPU = "it needs GPUs of compute capability 7.5 or later and found one of 7.0"
+FINDS: list[tuple[str, tuple[tuple[int, int], ...], str | None]] = [
+    *((version, ((9, 0),), OLD.format(version)) for version in ("2.1.0", "3.1.0+git1234", "3.0.0rc1")),
+    *((version, ((9, 0),), None) for version in ("3.4.0", "3.10.1", "4.0.0+git1234")),
+    *(("3.9.0", gpus, OLD_GPU) for gpus in (((7, 0),), ((9, 0), (7, 0)))),
+    *(("3.9.0", gpus, None) for gpus in (((7, 5),), ((8, 6), (12, 0)))),
+]
 
 
-@pytest.mark.parametrize("version", ["3.4.0", "3.10.1", "4.0.0+git1234"])
-def test_new_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    have_gpus(monkeypatch, (9, 0))
+@pytest.mark.parametrize(("version", "gpus", "reason"), FINDS, ids=str)
+def test_versions_and_gpus(
+    version: str, gpus: tuple[tuple[int, int], ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_gpus(monkeypatch, *gpus)
     monkeypatch.setattr(triton, "__version__", version)
-    assert found() == (None, ("cuda",))
+    assert found() == (reason, () if reason else ("cuda",))
 
 
 def test_amd_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +98,6 @@ def test_no_gpu(cuda: str | None, what: str, monkeypatch: pytest.MonkeyPatch) ->
     have_gpus(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert found() == (f"PyTorch {torch.__version__} {what}", ())
-
-
-@pytest.mark.parametrize("capabilities", [((7, 0),), ((9, 0), (7, 0))])
-def test_old_gpu(capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    have_gpus(monkeypatch, *capabilities)
-    assert found() == ("it needs GPUs of compute capability 7.5 or later and found one of 7.0", ())
-
-
-@pytest.mark.parametrize("capabilities", [((7, 5),), ((8, 6), (12, 0))])
-def test_new_gpu(capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    have_gpus(monkeypatch, *capabilities)
-    assert found() == (None, ("cuda",))
 
 
 @pytest.mark.parametrize(("gpu", "devices"), [(False, ("cpu",)), (True, ("cuda", "cpu"))])

@@ -39,7 +39,7 @@ def test_kernels_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, 
     judged_beside_the_whole(pool, case, way)
 
 
-@pytest.mark.parametrize(("case", "way"), divergences.dense_cases()[::4])
+@pytest.mark.parametrize(("case", "way"), divergences.dense_cases()[:: 8 if INTERPRETED else 4])
 def test_divergences_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:
     divergences.judge(pool, case, way)
 

@@ -1,4 +1,4 @@
-"""Rows of logits, of one block and several, on and off boundaries of memory, and hard ones, against float64."""
+"""Rows of one block and several, off boundaries of memory, hard ones, and upstream gradients, against float64."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import xent
-from tests.covering import crossed
+from tests.covering import crossed, dealt
 from tests.targets import Target
 from tests.triton.judged import (
     ASKED,
@@ -45,27 +45,6 @@ def test_rows_off_boundaries(
     compare(replace(rows, logits=padded(rows.logits, start)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [33, 1001, 8201])
-@pytest.mark.parametrize("options", ["plain", "weight, smoothing, z_loss"])
-def test_bits_of_a_row_do_not_depend_on_its_address(
-    target: Target, vocabulary: int, dtype: torch.dtype, options: str
-) -> None:
-    """Equal rows at all offsets between two boundaries; then some of them alone."""
-    rows = replace(draw(target, vocabulary, dtype, options), stats=("lse", "nll", "entropy"))
-    values, classes = rows.logits[:1], torch.full((9,), vocabulary // 2, device=target.device)
-    logits = padded(values.repeat(9, 1))
-
-    def bits(logits: Tensor) -> Tensor:
-        some = classes[: logits.shape[:-1].numel()].view(logits.shape[:-1])
-        return torch.stack([*replace(rows, logits=logits, target=some).forward().values()], -1).reshape(-1, 4)
-
-    found = bits(logits)
-    assert torch.equal(found, found[:1].expand(9, -1))
-    for some in (logits[3:4], logits[5], logits[2:3].view(1, 1, -1), padded(values, 5)):
-        assert torch.equal(bits(some), found[:1])
-
-
 KINDS: dict[str, Callable[[Tensor, int], Any]] = {
     "sure": lambda row, y: row[y].fill_(40),
     "surest": lambda row, y: row[y].fill_(3e4),
@@ -96,11 +75,14 @@ SURE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("vocabulary", "y"), [(31, 3), (31, 12), (8200, 20), (8201, 8200), (12_288, 5000)])
-@pytest.mark.parametrize("asked", ["loss", "gradients of statistics", "statistics"])
-def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int, asked: str) -> None:
-    """The target in the first, a middle and the last block. Each row must not affect the others."""
+PLACES = [(31, 3), (31, 12), (8200, 20), (8201, 8200), (12_288, 5000)]
+"""(classes, target): the target in the first, a middle and the last block."""
+
+
+@pytest.mark.parametrize(*dealt(2, place=PLACES, dtype=DTYPES, asked=["loss", "gradients of statistics", "statistics"]))
+def test_hard_rows(target: Target, place: tuple[int, int], dtype: torch.dtype, asked: str) -> None:
+    """Each row must not affect the others."""
+    vocabulary, y = place
     kinds = SURE if asked == "gradients of statistics" else tuple(KINDS)
     logits = 2 * torch.randn(len(kinds), vocabulary, generator=torch.Generator().manual_seed(y))
     logits = padded(logits.to(target.device, dtype))
@@ -120,9 +102,13 @@ def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int, 
         compare(rows, rtol=4e-6 if dtype == torch.float32 else 2.0**-8, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"logit_scale": -0.7}, {"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str)
-@pytest.mark.parametrize("vocabulary", [2048, 2051])
+@pytest.mark.parametrize(
+    *dealt(
+        dtype=DTYPES,
+        options=[{}, {"logit_scale": -0.7}, {"label_smoothing": 0.1}, {"z_loss": 0.1}],
+        vocabulary=[2048, 2051],
+    )
+)
 def test_loss_and_gradient_with_a_softcap(
     target: Target, dtype: torch.dtype, options: dict[str, float], vocabulary: int
 ) -> None:
@@ -137,8 +123,7 @@ def test_loss_and_gradient_with_a_softcap(
         assert abs(float((gradient.cpu().double() * others).sum() / others.square().sum()) - 1) < 2e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("logit_scale", [1.0, -0.5])
+@pytest.mark.parametrize(*dealt(dtype=DTYPES, logit_scale=[1.0, -0.5]))
 def test_masked_classes_have_no_gradient_with_a_softcap(target: Target, dtype: torch.dtype, logit_scale: float) -> None:
     rows = draw(target, 2048, dtype, asked="loss")
     rows.logits[:, 100:300] = -INF
@@ -151,41 +136,6 @@ def test_masked_classes_have_no_gradient_with_a_softcap(target: Target, dtype: t
             # With a negative scale, s z is +inf: the reciprocal of the exponential is at least 2e-38.
             for masked in (gradient[:, 100:300], gradient[:, 500:600]):
                 assert masked.abs().max() <= (0 if logit_scale > 0 else 1e-36)
-
-
-GAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "last token": lambda batch: batch[:, :-1],
-    "first token": lambda batch: batch[:, 1:],
-    "last classes": lambda batch: batch[..., :31],
-    "first classes": lambda batch: batch[..., 1:],
-    "token and classes": lambda batch: batch[:, :-1, :31],
-    "long rows": lambda batch: batch.view(2, -1)[:, :-1],
-    "every other token": lambda batch: batch[:, ::2],
-    "every other class": lambda batch: batch[..., ::2],
-}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", GAPS)
-def test_nothing_is_written_around_a_gradient_in_place(
-    target: Target, name: str, dtype: torch.dtype, reduction: str
-) -> None:
-    """The gradient is written to the logits' memory, and scaled there, and what lies between rows is untouched."""
-    torch.manual_seed(0)
-    batch = padded(3 * torch.randn(2, 9, 33, device=target.device).to(dtype))
-    before, given = batch.clone(), GAPS[name](batch)
-    classes = torch.zeros(given.shape[:-1], dtype=torch.int64, device=target.device)
-    leaf = given.detach().clone().requires_grad_()
-    loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name).sum()
-    (expected,) = torch.autograd.grad(1.5 * loss, leaf)
-    given = given.detach().requires_grad_()
-    loss = xent.cross_entropy(given, classes, reduction=reduction, inplace=True, backend=target.name).sum()
-    (grad,) = torch.autograd.grad(1.5 * loss, given)
-    torch.testing.assert_close(grad, expected, rtol=CLOSE[dtype], atol=2.0**-24)
-    inside = torch.zeros(batch.shape, dtype=torch.bool, device=target.device)
-    GAPS[name](inside).fill_(True)
-    assert torch.equal(batch[~inside], before[~inside])
 
 
 @pytest.mark.parametrize("upstream", [1.0, 0.3])
@@ -202,19 +152,33 @@ def test_gradients_of_both_factors_are_scaled(target: Target, sizes: tuple[int, 
         torch.testing.assert_close(one.cpu().double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("vocabulary", [33, 48])
-def test_float16_gradients_are_computed_in_the_backward_pass(target: Target, vocabulary: int, reduction: str) -> None:
-    """A mean over many rows, or a row weight, could leave its range before a loss scale is applied."""
-    rows = draw(target, vocabulary, torch.float16)
-    logits, classes, weights = rows.logits, rows.target, torch.full((5,), 1e-4, device=target.device)
-    options = {"reduction": reduction, "sample_weight": weights, "normalizer": 1e3 if reduction == "mean" else None}
-    leaf, wide = logits.requires_grad_(), logits.detach().cpu().double().requires_grad_()
-    upstream = 1e7
-    found = xent.cross_entropy(leaf, classes, backend=target.name, **options)
-    options["sample_weight"] = weights.cpu().double()
-    expected = xent.cross_entropy(wide, classes.cpu(), backend="torch", **options)
-    (grad,) = torch.autograd.grad(found, leaf, torch.full_like(found, upstream))
-    (right,) = torch.autograd.grad(expected, wide, torch.full_like(expected, upstream))
-    assert grad.dtype == torch.float16
-    torch.testing.assert_close(grad.cpu().double(), right, rtol=1e-3, atol=1e-6)
+UPSTREAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it comes": lambda rows: rows,
+    "expanded": lambda rows: rows[:1, :1].expand(rows.shape),
+    "expanded over rows": lambda rows: rows[:1].expand(rows.shape),
+    "transposed": lambda rows: rows.t().contiguous().t(),
+    "every other": lambda rows: rows.repeat_interleave(2, -1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize(*dealt(layout=UPSTREAMS, name=Upstream._fields))
+def test_upstream_gradients_of_any_layout(target: Target, layout: str, name: str) -> None:
+    torch.manual_seed(0)
+    logits, classes = torch.randn(2, 7, 33, device=target.device), torch.arange(14, device=target.device).view(2, 7)
+    upstream = UPSTREAMS[layout](torch.randn(2, 7, device=target.device))
+    compare(Rows(logits, classes, upstream=Upstream(**{name: upstream})))
+
+
+@pytest.mark.parametrize("gap", [10.0, 25.0, 60.0])
+def test_entropy_of_a_sure_row_keeps_its_digits(target: Target, gap: float) -> None:
+    """The entropy is of the order of e^-gap if the target is far above all other logits and the first block."""
+    logits = torch.zeros(1, 9000)
+    logits[0, 8500] = gap
+    rows = Rows(logits.to(target.device), torch.tensor([8500], device=target.device), stats=("entropy",),
+                upstream=Upstream(entropy=torch.ones(1, device=target.device)))  # fmt: skip
+    entropy, gradient = (one.cpu().double() for one in (rows.forward()["entropy"], rows.gradients()["beside"][0]))
+    others = 8999 * torch.tensor(-gap, dtype=torch.float64).exp()
+    expected = others.log1p() + gap * others / (1 + others)
+    torch.testing.assert_close(entropy[0], expected, rtol=1e-5, atol=0)
+    p = 1 / (1 + others)
+    torch.testing.assert_close(gradient[0, 8500], -p * (expected - others.log1p()), rtol=2e-5, atol=0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import xent
+from tests.covering import dealt
 from tests.targets import Target
 from tests.triton.judged import DTYPES, OPTIONS, Rows, Upstream, compare, draw
 
@@ -15,16 +16,16 @@ LONG = {torch.float32: (32_000, 50_257), torch.bfloat16: (65_600, 80_001)}
 CASES = [(dtype, vocabulary) for dtype in LONG for vocabulary in LONG[dtype]]
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if "temperature" not in name])
-@pytest.mark.parametrize(("dtype", "vocabulary"), CASES, ids=str)
-def test_options(target: Target, name: str, dtype: torch.dtype, vocabulary: int) -> None:
+@pytest.mark.parametrize(*dealt(case=CASES, name=OPTIONS))
+def test_options(target: Target, case: tuple[torch.dtype, int], name: str) -> None:
+    dtype, vocabulary = case
     compare(draw(target, vocabulary, dtype, name, "loss", rows=3))
 
 
-@pytest.mark.parametrize(("dtype", "vocabulary"), CASES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"logit_scale": -0.5, "z_loss": 0.1}, {"softcap": 3.0}], ids=str)
-def test_statistics(target: Target, dtype: torch.dtype, options: dict[str, Any], vocabulary: int) -> None:
+@pytest.mark.parametrize(*dealt(case=CASES, options=[{}, {"logit_scale": -0.5, "z_loss": 0.1}, {"softcap": 3.0}]))
+def test_statistics(target: Target, case: tuple[torch.dtype, int], options: dict[str, Any]) -> None:
     """Also where a part has no logit near the largest one, or the largest of a part is the first of equal ones."""
+    dtype, vocabulary = case
     rows, third = draw(target, vocabulary, dtype, rows=7), vocabulary // 3
     rows.logits[1, third:] -= 3000
     rows.logits[3, : 2 * third] = -1e4
@@ -34,8 +35,7 @@ def test_statistics(target: Target, dtype: torch.dtype, options: dict[str, Any],
     judge(rows, ("loss", "lse", "nll", "entropy"), options=options)
 
 
-@pytest.mark.parametrize("dtype", LONG, ids=str)
-@pytest.mark.parametrize("which", ["lse", "nll", "entropy"])
+@pytest.mark.parametrize(*dealt(dtype=LONG, which=["lse", "nll", "entropy"]))
 def test_gradients_of_statistics(target: Target, dtype: torch.dtype, which: str) -> None:
     """Also of rows without a weight."""
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5], device=target.device)
@@ -57,9 +57,8 @@ def test_repeated_calls(target: Target, vocabulary: int, dtype: torch.dtype) -> 
         compare(replace(rows, logits=rows.logits.mul_(factor)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"stats": ("entropy", "accuracy")}, {"logit_scale": -0.5, "softcap": 3.0}], ids=str
+    *dealt(dtype=DTYPES[:2], options=[{}, {"stats": ("entropy", "accuracy")}, {"logit_scale": -0.5, "softcap": 3.0}])
 )
 def test_linear_losses_in_chunks(target: Target, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The logits of targets are given, rows are in another order, and targets are shifted."""
