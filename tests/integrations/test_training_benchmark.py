@@ -18,6 +18,8 @@ from benchmarks.session import Session
 from benchmarks.tables import make_tables
 from benchmarks.training import TrainingProblem
 
+pytestmark = pytest.mark.full("benchmarks/")
+
 TINY = quick(SUITES["cpu"]["training"][0])
 NAMES = TINY.contenders
 
