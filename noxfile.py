@@ -38,6 +38,7 @@ OLDEST = (
     "trl==1.16.*; python_version >= '3.11'",
 )
 EXAMPLES = "tests/packaging/test_examples.py"
+GUIDE = "docs/replace.md"
 LIBRARIES = {
     "XENT_TEST_INTEGRATIONS": "1",
     "HF_HUB_OFFLINE": "1",  # models and data are made in the tests
@@ -131,9 +132,9 @@ def install_triton(session: nox.Session, *groups: str) -> None:
     install(session, *groups, extras="triton")
 
 
-def ask(session: nox.Session, question: str) -> bool:
+def ask(session: nox.Session, question: str, modules: str = "importlib.metadata, torch") -> bool:
     """Return what Python says in the session's environment."""
-    answer = session.run("python", "-c", f"import importlib.metadata, torch; print({question})", silent=True)
+    answer = session.run("python", "-c", f"import {modules}; print({question})", silent=True)
     return str(answer).split()[-1] == "True"
 
 
@@ -238,6 +239,8 @@ def tests(session: nox.Session) -> None:
     run_pytest(session, XENT_TEST_BACKENDS="numpy,torch,mlx" if HAS_MLX else "numpy,torch", **LIBRARIES)
     if HAS_MLX and not session.posargs:
         test_metal(session)
+    if ask(session, f"{GUIDE!r} in (tests.changes.changed_files() or [])", "tests.changes"):
+        session.notify("tests-guide")
 
 
 @nox.session(name="tests-torch", default=False)
@@ -308,8 +311,8 @@ def tests_integrations(session: nox.Session) -> None:
 def tests_guide(session: nox.Session) -> None:
     """Run the guide docs/replace.md with the losses that it replaces, in Triton's interpreter if there is no GPU."""
     install_triton(session, "test", "guide", "integrations", "trl")
-    interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}
-    session.run("pytest", EXAMPLES, "-k", "replace.md", env={"XENT_TEST_BACKENDS": "torch", **LIBRARIES, **interpreter})
+    settings = {"XENT_TEST_BACKENDS": "torch", **LIBRARIES} | ({} if has_gpu(session) else {"TRITON_INTERPRET": "1"})
+    session.run("pytest", EXAMPLES, "-k", Path(GUIDE).name, env=settings)
 
 
 @nox.session(name="tests-newest", default=False)

@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 
 import torch
@@ -38,9 +40,8 @@ def launch(processes: int, module: str, *arguments: str, gpus: bool = GPUS > 1) 
     """Run a module like `torchrun`, without starting Python and importing the libraries in each process."""
     if GPUS:
         return torchrun(processes, module, *arguments, gpus=gpus)
-    with TemporaryDirectory() as folder, socket.create_server(("localhost", 0)) as meeting:
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(meeting.getsockname()[1])}
-        meeting.close()
+    with TemporaryDirectory() as folder:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         files = [Path(folder, str(rank)) for rank in range(processes)]
         ranks = []
         for rank, file in enumerate(files):
@@ -58,6 +59,14 @@ def launch(processes: int, module: str, *arguments: str, gpus: bool = GPUS > 1) 
         printed = [file.read_text(encoding="utf-8") for file in files]
         assert [process.exitcode for process in ranks] == [0] * processes, "\n".join(printed)[-4000:]
         return "".join(printed)
+
+
+def free_port() -> int:
+    """Return a port below those that the system gives to connections: none takes it before rank 0 does."""
+    while True:
+        port = SystemRandom().randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("localhost", port)):
+            return port
 
 
 def _run(file: Path, place: dict[str, str], module: str, arguments: tuple[str, ...]) -> None:

@@ -35,12 +35,12 @@ RECIPES: dict[str, tuple[int, list[str]]] = {
 
 
 def train(
-    processes: int, folder: Path, script: Path, *options: str, start: Callable[..., str] = launch, gpus: bool = GPUS > 1
+    processes: int, folder: Path, script: Path, *options: str, gpus: bool = GPUS > 1
 ) -> tuple[Any, list[float], list[int]]:
     """Run a script. Return its trained weights, its printed losses, and the number of fused losses per process."""
     weights = folder / "weights.pt"
     arguments = [str(script), *options, "--save", str(weights), "--steps", str(STEPS)]
-    printed = start(processes, "tests.integrations.watched", *arguments, gpus=gpus)
+    printed = launch(processes, "tests.integrations.watched", *arguments, gpus=gpus)
     if "FSDP2 adds up" in printed:
         pytest.skip("FSDP2 adds gradients up instead of averaging them here, with every loss (PyTorch 2.8 over gloo)")
     losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", printed, flags=re.MULTILINE)]
@@ -77,8 +77,7 @@ def test_recipe_trains_like_one_process(recipe: str, tmp_path: Path, one_process
         pytest.importorskip("lightning")
     gpus = processes <= GPUS
     expected, expected_losses = one_process(gpus)
-    start = torchrun if recipe == "ddp" else launch
-    weights, losses, fused = train(processes, tmp_path, EXAMPLES / script, *options, start=start, gpus=gpus)
+    weights, losses, fused = train(processes, tmp_path, EXAMPLES / script, *options, gpus=gpus)
     assert fused == [STEPS * (2 if "two micro-batches" in recipe else 1)] * processes
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert weights.keys() == expected.keys()
@@ -87,7 +86,7 @@ def test_recipe_trains_like_one_process(recipe: str, tmp_path: Path, one_process
 
 
 def test_all_descriptions_of_shards_have_the_same_loss() -> None:
-    printed = launch(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"))
+    printed = torchrun(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"))
     losses = dict(re.findall(r"^([a-zA-Z ]+): (\d+\.\d+)$", printed, flags=re.MULTILINE))
     assert list(losses) == ["process group", "DTensor", "tokens in shards", "padding", "logits in shards"]
     assert len({losses[way] for way in ("process group", "DTensor", "tokens in shards")}) == 1
