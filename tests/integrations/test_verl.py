@@ -1,9 +1,5 @@
-"""The replacements of verl's function and module. Without verl they are compared with its definition."""
+"""The replacements of verl's function and module have the results that its tests define."""
 
-import importlib.util
-import inspect
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,26 +75,3 @@ def test_module_equals_the_definition(flat: bool) -> None:
     )
     truth = [each.view(given[2].shape) for each in definition(*given, 0.7, "none")]
     compare(ours, truth, (hidden, weight))
-
-
-def test_equals_the_module_of_verl() -> None:
-    theirs = load("utils/experimental/torch_functional.py").FusedLinearForPPO
-    for method in ("__init__", "forward"):
-        parameters = inspect.signature(getattr(theirs, method)).parameters.values()
-        ours = inspect.signature(getattr(FusedLinearForPPO, method)).parameters.values()
-        assert [(one.name, one.default) for one in ours] == [(one.name, one.default) for one in parameters]
-    given = inputs()
-    compare(FusedLinearForPPO()(*given, 0.7), theirs()(*given, 0.7), given[:2])
-
-
-def load(file: str) -> ModuleType:
-    """Return a module of the installed verl, without the rest of verl, which needs a GPU."""
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
-        pytest.skip("needs verl")
-    spec = importlib.util.spec_from_file_location("module_of_verl", Path(found.origin).parent / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
