@@ -21,6 +21,7 @@ from tests.targets import Target, backend_of, targets
 from xent.backends import TABLE
 from xent.backends.proof import Proof
 
+FRAMEWORK_OF = {"torch": "torch", "distributed": "torch", "mlx": "mlx"}
 BEGIN = time.monotonic()
 SECONDS = os.environ.get("XENT_TEST_SECONDS", "inf")
 
@@ -64,9 +65,15 @@ def asked_for() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests with a `target` argument by the module's TARGETS, or the backends and devices of this run."""
+    """Parametrize tests with a `target` argument by the module's TARGETS, or the backends and devices of this run.
+
+    In the folders tests/torch and tests/mlx, and in tests/distributed, these are the backends of one framework.
+    """
     if "target" in metafunc.fixturenames:
+        folder = metafunc.definition.path.parent.name
+        frameworks = [FRAMEWORK_OF[folder]] if folder in FRAMEWORK_OF else ["torch", "mlx"]
         driven = [target for name in asked_for() if name != "numpy" for target in targets(name)]
+        driven = [target for target in driven if target.backend.framework in frameworks]
         metafunc.parametrize("target", getattr(metafunc.module, "TARGETS", driven), ids=str, scope="session")
 
 
