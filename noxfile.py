@@ -1,18 +1,20 @@
 """Every check and demonstration of the project, each in an environment of its own.
 
 `nox` alone runs what a contribution must pass; `nox -l` lists the rest. What follows `--` goes to pytest, to the
-benchmark or to the demo: `nox -s tests-torch -- -k softcap`.
+benchmark or to the demo: `nox -s tests -- -k softcap`.
 
 XENT_TORCH names the torch to install, with index options if need be; without it, the release the project is
 tested with. XENT_TRITON does so for Triton, where torch does not bring its own.
 """
 
+import functools
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nox
@@ -36,13 +38,13 @@ OLDEST = (
     "trl==1.16.*; python_version >= '3.11'",
 )
 EXAMPLES = "tests/packaging/test_examples.py"
-OFFLINE = {
-    "XENT_TEST_BACKENDS": "torch",
+GUIDE = "docs/replace.md"
+LIBRARIES = {
     "XENT_TEST_INTEGRATIONS": "1",
-    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",  # models and data are made in the tests
 }
 """How the tests of the libraries are run."""
+HAS_MLX = sys.platform in ("darwin", "linux")
 SHOWN = {
     "rl": ("examples/grpo.py", "--steps", "120", "--plot", "demo/out/rl.png"),
     "distillation": ("-m", "examples.distill", "--steps", "60", "--plot", "demo/out/distillation.png"),
@@ -61,7 +63,7 @@ WITHOUT_BACKENDS = (
     "test_planted_faults.py",
     "test_reference.py",
 )
-"""Tests that call no backend but the reference: tests-torch alone runs them."""
+"""Tests that call no backend but the reference: `tests` and tests-torch alone run them."""
 WITHOUT_KERNELS = (
     *WITHOUT_BACKENDS,
     "convergence/test_planted_faults.py",
@@ -75,6 +77,7 @@ WITHOUT_KERNELS = (
     "torch/test_longest.py",
     "torch/test_many_classes.py",
     "torch/test_modules.py",
+    "torch/test_plans.py",
     "torch/test_private.py",
     "torch/test_refusals.py",
     "torch/test_scale.py::test_shards_accept_a_scale_without_gradient",
@@ -83,6 +86,18 @@ WITHOUT_KERNELS = (
     "torch/test_transforms.py",
     "torch/test_work.py",
 )
+
+
+def timed(run: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:
+    """Return a session that says at its end how many seconds it took, installation included."""
+
+    @functools.wraps(run)
+    def timed_run(session: nox.Session) -> None:
+        start = time.monotonic()
+        run(session)
+        session.log(f"{session.name} took {time.monotonic() - start:.0f} s")
+
+    return timed_run
 
 
 def install(session: nox.Session, *groups: str, extras: str, also: Sequence[str] = ()) -> None:
@@ -118,9 +133,9 @@ def install_triton(session: nox.Session, *groups: str) -> None:
     install(session, *groups, extras="triton")
 
 
-def ask(session: nox.Session, question: str) -> bool:
+def ask(session: nox.Session, question: str, modules: str = "importlib.metadata, torch") -> bool:
     """Return what Python says in the session's environment."""
-    answer = session.run("python", "-c", f"import importlib.metadata, torch; print({question})", silent=True)
+    answer = session.run("python", "-c", f"import {modules}; print({question})", silent=True)
     return str(answer).split()[-1] == "True"
 
 
@@ -148,7 +163,8 @@ def run_pytest(session: nox.Session, *arguments: str, **settings: str) -> None:
     More threads would wait for each other: on two cores that is most of the time of many small operations.
     """
     environment = {"OMP_NUM_THREADS": "1", **settings}
-    session.run("pytest", "--numprocesses=2", "--dist=worksteal", *arguments, *session.posargs, env=environment)
+    options = "--numprocesses=2", "--dist=worksteal", "--durations=10"
+    session.run("pytest", *options, *arguments, *session.posargs, env=environment)
 
 
 def leave_out(*names: str) -> list[str]:
@@ -157,6 +173,7 @@ def leave_out(*names: str) -> list[str]:
 
 
 @nox.session
+@timed
 def checks(session: nox.Session) -> None:
     """Check style, formatting, types and the documentation, in one environment."""
     install(session, "lint", "typecheck", "docs", extras="torch,mlx")
@@ -210,19 +227,32 @@ def build_docs(session: nox.Session) -> None:
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "--fresh-env", "docs", "site")
 
 
-@nox.session(name="tests-torch")
+@nox.session
+@timed
+def tests(session: nox.Session) -> None:
+    """Run the tests on the reference, PyTorch, MLX and Metal, and those of the libraries that people train with.
+
+    They share an environment, and a run of pytest; only Metal has its own run, in which an emulator may take the place
+    of an Apple GPU. With arguments for pytest it is left out: tests-metal takes them.
+    """
+    groups = "test", "metal", "mlx-lm", "integrations", "trl"
+    install(session, *groups, extras="torch,mlx", also=[f"mlx{MLX}"] if MLX else [])
+    run_pytest(session, XENT_TEST_BACKENDS="numpy,torch,mlx" if HAS_MLX else "numpy,torch", **LIBRARIES)
+    if HAS_MLX and not session.posargs:
+        test_metal(session)
+    if ask(session, f"{GUIDE!r} in (tests.changes.changed_files() or [])", "tests.changes"):
+        session.notify("tests-guide")
+
+
+@nox.session(name="tests-torch", default=False)
 def tests_torch(session: nox.Session) -> None:
-    """Run the tests on the reference and on the PyTorch backend."""
+    """Run the tests on the reference and on the PyTorch backend, in an environment with PyTorch alone."""
     install(session, "test", "parallel", extras="torch")
-    test_torch(session)
-
-
-def test_torch(session: nox.Session) -> None:
-    """Run the tests of tests-torch."""
     run_pytest(session, XENT_TEST_BACKENDS="numpy,torch")
 
 
 @nox.session(name="tests-triton", default=sys.platform == "linux")
+@timed
 def tests_triton(session: nox.Session) -> None:
     """Run the tests on the Triton backend: on the GPU, or without one in Triton's interpreter, on the CPU.
 
@@ -230,8 +260,8 @@ def tests_triton(session: nox.Session) -> None:
     lists and torch cannot use is an error, and TRITON_INTERPRET=1 asks for the interpreter all the same.
 
     In the interpreter two processes share the work, batches have few rows, and tests are left out which launch no
-    kernel of this backend or show what the driver does whatever the kernel (`WITHOUT_KERNELS`): tests-torch runs
-    them. On a GPU everything runs.
+    kernel of this backend or show what the driver does whatever the kernel (`WITHOUT_KERNELS`): `tests` runs them. On
+    a GPU everything runs.
     """
     install_triton(session, "test", "parallel")
     if os.environ.get("TRITON_INTERPRET") != "1" and has_gpu(session):
@@ -247,14 +277,14 @@ def test_interpreter(session: nox.Session, *without: str) -> None:
     run_pytest(session, *left_out, XENT_TEST_BACKENDS="triton", TRITON_INTERPRET="1")
 
 
-@nox.session(name="tests-mlx")
+@nox.session(name="tests-mlx", default=False)
 def tests_mlx(session: nox.Session) -> None:
     """Run the tests on the MLX backend, on every device that MLX has here, without those that call no backend."""
     install(session, "test", "parallel", "mlx-lm", extras="mlx", also=[f"mlx{MLX}"] if MLX else [])
     run_pytest(session, *leave_out(*WITHOUT_BACKENDS), XENT_TEST_BACKENDS="mlx")
 
 
-@nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
+@nox.session(name="tests-metal", default=False)
 def tests_metal(session: nox.Session) -> None:
     """Run the tests on the Metal backend: on an Apple GPU, or without one in an emulator of Metal, on the CPU.
 
@@ -263,28 +293,27 @@ def tests_metal(session: nox.Session) -> None:
     driver does whatever the kernel: other sessions run them.
     """
     install(session, "test", "metal", extras="torch,mlx")
-    left_out = leave_out(*WITHOUT_KERNELS, "mlx", "packaging")
-    run_pytest(session, *left_out, XENT_TEST_BACKENDS="metal")
+    test_metal(session)
 
 
-@nox.session(name="tests-integrations")
+def test_metal(session: nox.Session) -> None:
+    """Run the tests of tests-metal."""
+    run_pytest(session, *leave_out(*WITHOUT_KERNELS, "mlx", "packaging", "integrations"), XENT_TEST_BACKENDS="metal")
+
+
+@nox.session(name="tests-integrations", default=False)
 def tests_integrations(session: nox.Session) -> None:
-    """Run the tests of the libraries that people train with, and the guide, which also needs the losses it replaces.
-
-    Liger-Kernel is interpreted by Triton where there is no GPU.
-    """
+    """Run the tests of the libraries that people train with."""
     install(session, "test", "parallel", "integrations", "trl", extras="torch")
-    test_integrations(session)
-    if sys.platform == "linux" and not session.posargs:
-        install_compiler(session)
-        unpack(session, *nox.project.dependency_groups(PROJECT, "guide"))
-        interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}
-        session.run("pytest", EXAMPLES, "-k", "replace.md", env={**OFFLINE, **interpreter})
+    run_pytest(session, "tests/integrations", EXAMPLES, XENT_TEST_BACKENDS="torch", **LIBRARIES)
 
 
-def test_integrations(session: nox.Session) -> None:
-    """Run the tests of tests-integrations, without the losses that the guide replaces."""
-    run_pytest(session, "tests/integrations", EXAMPLES, **OFFLINE)
+@nox.session(name="tests-guide", default=False)
+def tests_guide(session: nox.Session) -> None:
+    """Run the guide docs/replace.md with the losses that it replaces, in Triton's interpreter if there is no GPU."""
+    install_triton(session, "test", "guide", "integrations", "trl")
+    settings = {"XENT_TEST_BACKENDS": "torch", **LIBRARIES} | ({} if has_gpu(session) else {"TRITON_INTERPRET": "1"})
+    session.run("pytest", EXAMPLES, "-k", Path(GUIDE).name, env=settings)
 
 
 @nox.session(name="tests-newest", default=False)
@@ -307,8 +336,7 @@ def test_releases(session: nox.Session, requirements: Sequence[str], *without: s
     groups = nox.project.dependency_groups(PROJECT, "test", "parallel", "integrations", "trl")
     unpack(session, *requirements, "--editable", ".[triton]", *groups)
     session.run("python", "-m", "xent")
-    test_torch(session)
-    test_integrations(session)
+    run_pytest(session, XENT_TEST_BACKENDS="numpy,torch", **LIBRARIES)
     if sys.platform == "linux":
         test_interpreter(session, *without)
 
@@ -324,10 +352,21 @@ def tests_deepspeed(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Run all tests with the full products of what the matrix covers in pairs and triples: before a release."""
+    """Run all tests: those that are marked `full`, and the products of what the matrix covers in pairs and triples."""
     os.environ["XENT_TEST_FULL"] = "1"
-    for name in ("tests-torch", "tests-triton", "tests-mlx", "tests-metal", "tests-integrations"):
+    for name in ("tests", "tests-triton", "tests-guide"):
         session.notify(name)
+
+
+@nox.session(default=False, venv_backend="none")
+def quick(session: nox.Session) -> None:
+    """Run for two minutes tests of the files that follow `--`, or of those that differ from main (tests/quick.py)."""
+    os.environ["XENT_TEST_SECONDS"] = "120"
+    chosen = session.run(sys.executable, "-m", "tests.quick", *session.posargs, silent=True, external=True)
+    session.log(chosen or "these files have no tests of their own")
+    for line in str(chosen).splitlines():
+        name, *arguments = shlex.split(line)
+        session.notify(name, arguments)
 
 
 @nox.session(default=False)

@@ -1,18 +1,29 @@
 """The backends of a test run: those that XENT_TEST_BACKENDS names, or all that this machine can run.
 
 If a named backend is not available, the whole run fails. No test is skipped because a backend is missing.
+
+A test that is marked `full` guards paths that a change seldom touches. It runs if they differ from the branch main, if
+its file is named on the command line, and with XENT_TEST_FULL=1, which `nox -s full` sets. XENT_TEST_FULL=0 skips it.
+XENT_TEST_SECONDS skips the tests that would begin later.
 """
 
 import os
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.changes import ROOT, changed_files
 from tests.interpreter import prepare
 from tests.targets import Target, backend_of, targets
 from xent.backends import TABLE
 from xent.backends.proof import Proof
+
+FRAMEWORK_OF = {"torch": "torch", "distributed": "torch", "mlx": "mlx"}
+BEGIN = time.monotonic()
+SECONDS = os.environ.get("XENT_TEST_SECONDS", "inf")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,10 +65,48 @@ def asked_for() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests with a `target` argument by the module's TARGETS, or the backends and devices of this run."""
+    """Parametrize tests with a `target` argument by the module's TARGETS, or the backends and devices of this run.
+
+    In the folders tests/torch and tests/mlx, and in tests/distributed, these are the backends of one framework.
+    """
     if "target" in metafunc.fixturenames:
+        folder = metafunc.definition.path.parent.name
+        frameworks = [FRAMEWORK_OF[folder]] if folder in FRAMEWORK_OF else ["torch", "mlx"]
         driven = [target for name in asked_for() if name != "numpy" for target in targets(name)]
+        driven = [target for target in driven if target.backend.framework in frameworks]
         metafunc.parametrize("target", getattr(metafunc.module, "TARGETS", driven), ids=str, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that are marked `full`, if nothing that they guard has changed."""
+    wish = os.environ.get("XENT_TEST_FULL")
+    touched = [] if wish == "0" else changed_files()
+    if wish == "1" or touched is None:
+        return
+    named = set() if wish == "0" else {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    for item in items:
+        marker = item.get_closest_marker("full")
+        if marker is None or item.path in named:
+            continue
+        guarded = (*marker.args, item.path.relative_to(ROOT).as_posix())
+        if not any(file.startswith(guarded) for file in touched):
+            reason = f"guards {', '.join(marker.args)}, which has not changed since main: nox -s full runs it"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup() -> None:
+    """Skip a test that would begin too late."""
+    if time.monotonic() - BEGIN > float(SECONDS):
+        pytest.skip(f"the {SECONDS} s of this run were over")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the reasons of skipped tests."""
+    reasons = Counter(report.longrepr[-1] for report in terminalreporter.stats.get("skipped", ()))
+    if reasons:
+        terminalreporter.section("skipped tests, by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(autouse=True)

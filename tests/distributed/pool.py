@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forks import forking
 from tests.interpreter import prepare
 
 __all__ = ["GPUS", "INTERPRETED", "PROCESSES", "Pool", "device", "group"]
@@ -85,8 +86,7 @@ class Pool:
         if torch.cuda.is_available():  # a forked process could not use CUDA
             context: Any = mp.get_context("spawn")
         else:
-            context = mp.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
+            context = forking()
         folder = tempfile.mkdtemp()
         for rank in range(PROCESSES):
             mine, theirs = context.Pipe()

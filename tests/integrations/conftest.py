@@ -19,7 +19,6 @@ NEEDS = {
     "test_trainer.py": "accelerate",
     "test_peft.py": "peft",
     "test_trl.py": "trl",
-    "test_trl_divergence.py": "trl",
     "test_trl_functions.py": "trl",
 }
 """Test file -> what it needs besides PyTorch and transformers; mlx-lm installs transformers without PyTorch."""

@@ -19,9 +19,9 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere", "phi"])
+@pytest.mark.parametrize("name", ["gemma2", "phi"])
 def test_step(name: str) -> None:
-    model = make(name)
+    model = make(name, num_hidden_layers=0)
     plain, expected = gradients(model, batch())
     with patch(model):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -37,8 +37,8 @@ def test_step(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_inductor_and_steps() -> None:
     """Training continues without recompilation, and reading logits of an earlier step raises."""
-    model = make("llama")
-    expected = _train(make("llama"))
+    model = make("llama", num_hidden_layers=0)
+    expected = _train(make("llama", num_hidden_layers=0))
     with patch(model):
         losses = _train(model, torch.compile(model, fullgraph=True))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -70,7 +70,7 @@ def _train(model: torch.nn.Module, compiled: torch.nn.Module | None = None) -> l
 @pytest.mark.parametrize("outside", [False, True], ids=["compiled logits", "eager logits"])
 def test_deferred_logits_enter_a_graph(outside: bool) -> None:
     """A graph break between head and loss, or a separately compiled loss, still gives a fused loss."""
-    model, inputs = make("gemma2"), batch(masked=False)
+    model, inputs = make("gemma2", num_hidden_layers=0), batch(masked=False)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
@@ -86,7 +86,7 @@ def test_deferred_logits_enter_a_graph(outside: bool) -> None:
 
 
 def test_evaluation() -> None:
-    model = make("llama").eval()
+    model = make("llama", num_hidden_layers=0).eval()
     with torch.no_grad():
         plain = model(**batch())
         with patch(model):

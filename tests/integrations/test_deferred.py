@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +109,11 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled sum": lambda z: mean(torch.add(z, z, alpha=2)),
     "rounded": lambda z: z.div(0.1, rounding_mode="floor").sum() + mean(z),
     "names": lambda z: mean(torch.reshape(input=torch.mul(z, other=2), shape=(-1, 16))),
+    "squares of rows": lambda z: (torch.reshape(z, (-1, 16)) * 2).square().sum(),
+    "squares of some rows": lambda z: (torch.reshape(z[:, 1:], (8, 16)) * 2).square().sum(),
+    "squares of a view": lambda z: (z.view((10, 16)) * 2).square().sum(),
+    "squares of one class": lambda z: (z[0, :, 3, ...] * 2).square().sum(),
+    "squares of some classes": lambda z: (z[:, :, 2:5, ...] * 2).square().sum(),
     "another function": lambda z: _Square.apply(z).sum(),
     "another function on rows": lambda z: _Square.apply(z.view(10, 16)[1:]).sum(),
 }
@@ -148,16 +152,10 @@ def test_every_use_equals_that_of_logits(use: str, bias: bool, fused: list[tuple
     assert type(loss) is Tensor
     torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(found, wanted, rtol=1e-05, atol=1e-06)
-
-
-@pytest.mark.parametrize("use", FUSED)
-def test_loss_does_not_change_the_logits(use: str) -> None:
-    plain, deferring, hidden = heads()
-    logits = deferring(hidden)
-    FUSED[use](logits)
-    assert is_open(logits)
-    assert torch.equal(logits.detach(), plain(hidden))
-    assert not is_open(logits)
+    if use in FUSED:
+        assert is_open(logits)
+        assert torch.equal(logits.detach(), plain(hidden))
+        assert not is_open(logits)
 
 
 def test_sum_with_trained_numbers(fused: list[tuple[int, ...]]) -> None:
@@ -203,37 +201,6 @@ def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
     torch.testing.assert_close(*parts, rtol=1e-05, atol=1e-06)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda z: z.flatten(),
-        lambda z: z.flatten(0, 1),
-        lambda z: z.view(5, -1),
-        lambda z: z.view(-1, 16)[:3],
-        lambda z: z[..., ::2],
-        lambda z: z[..., :4, :99],
-        lambda z: z[0],
-        lambda z: z[:, -1:, :7],
-        lambda z: z.to("meta"),
-    ],
-)
-def test_shape_and_device_of_results(made: Callable[[Tensor], Tensor]) -> None:
-    plain, deferring, hidden = heads()
-    ours, theirs = made(deferring(hidden)), made(plain(hidden))
-    assert ours.shape == theirs.shape
-    assert ours.device == theirs.device
-    assert (ours + 0).shape == theirs.shape
-
-
-@pytest.mark.parametrize("wrong", [lambda z: z[0, 0, 0, 0], lambda z: z[:, :-1].view(-1, 16), lambda z: z.view(3, -1)])
-def test_errors_equal_those_of_logits(wrong: Callable[[Tensor], Any]) -> None:
-    plain, deferring, hidden = heads()
-    with pytest.raises((IndexError, RuntimeError)) as expected:
-        wrong(plain(hidden))
-    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
-        wrong(deferring(hidden))
-
-
 def test_sum_with_bias_in_both(fused: list[tuple[int, ...]]) -> None:
     plain, deferring, hidden = heads()
     torch.testing.assert_close(mean(deferring(hidden) + deferring(hidden)), mean(plain(hidden) * 2))
@@ -265,12 +232,35 @@ def test_properties_known_without_computing() -> None:
         lambda z: torch.topk(z, 3).indices.tolist(),
         lambda z: (z > 0).tolist(),
         lambda z: torch.compile(lambda x: x.exp().sum(), backend="eager")(z).item(),
+        # Tensors, which may still be deferred.
+        lambda z: z.flatten(),
+        lambda z: z.flatten(0, 1),
+        lambda z: z.view(5, -1),
+        lambda z: z.view(-1, 16)[:3],
+        lambda z: z[..., ::2],
+        lambda z: z[..., :4, :99],
+        lambda z: z[0],
+        lambda z: z[:, -1:, :7],
+        lambda z: z.to("meta"),
+        # Errors.
+        lambda z: z[0, 0, 0, 0],
+        lambda z: z[:, :-1].view(-1, 16),
+        lambda z: z.view(3, -1),
     ],
 )
 def test_reading_the_logits(look: Callable[[Tensor], Any]) -> None:
     plain, deferring, hidden = heads()
     with torch.no_grad():
-        assert look(deferring(hidden)) == look(plain(hidden))
+        assert outcome(look, deferring(hidden)) == outcome(look, plain(hidden).clone())
+
+
+def outcome(look: Callable[[Tensor], Any], logits: Tensor) -> Any:
+    """Return a result or an error; of a tensor its device, and its shape before and after it is computed."""
+    try:
+        result = look(logits)
+    except (IndexError, RuntimeError) as error:
+        return type(error), str(error)
+    return (result.shape, result.device, (result + 0).shape) if isinstance(result, Tensor) else result
 
 
 def _saved(logits: Tensor) -> Tensor:
@@ -451,26 +441,6 @@ def test_target_out_of_range() -> None:
 
 def gradients_of(loss: Tensor, head: nn.Module, hidden: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [*head.parameters(), hidden]))
-
-
-@pytest.mark.parametrize(
-    "reshaped",
-    [
-        lambda z: torch.reshape(z, (-1, 16)),
-        lambda z: torch.reshape(z[:, 1:], (8, 16)),
-        lambda z: z.reshape(-1, 16),
-        lambda z: z.view((10, 16)),
-        lambda z: z[0, :, 3, ...],
-        lambda z: z[:, :, 2:5, ...],
-    ],
-)
-def test_values_of_other_shapes(reshaped: Callable[[Tensor], Tensor]) -> None:
-    plain, deferring, hidden = heads()
-    gradients = []
-    for head in (plain, deferring):
-        read = reshaped(head(hidden)) * 2
-        gradients.append([read, *gradients_of(read.square().sum(), head, hidden)])
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -221,7 +221,7 @@ def test_explain_models_that_cannot_be_patched() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 def test_compiled_function_that_reads_logits() -> None:
     torch.compiler.reset()
-    model = make("llama")
+    model = make("llama", num_hidden_layers=0)
     patch(model)
     words = "this compiled training step takes the memory of its logits, as without xent: what is compiled looks at"
     with pytest.warns(RuntimeWarning, match=words):
@@ -232,7 +232,7 @@ def test_compiled_function_that_reads_logits() -> None:
 
 def test_compiled_models_are_explained() -> None:
     torch.compiler.reset()
-    model = make("gemma2")
+    model = make("gemma2", num_hidden_layers=0)
     patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     gradients(compiled, batch())

@@ -13,10 +13,9 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainingArguments
 
-from tests.integrations.models import SMALL, device
-from xent.integrations.transformers import patch
+from tests.integrations.models import SMALL
+from tests.integrations.training import run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
@@ -42,17 +41,6 @@ class Largest(TorchDispatchMode):
         return results
 
 
-class Tokens(torch.utils.data.Dataset):
-    """Rows of tokens; all of them are labels."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        tokens = torch.arange(LENGTH) + place
-        return {"input_ids": tokens, "labels": tokens}
-
-
 @pytest.fixture
 def largest() -> Iterator[Largest]:
     with Largest() as watched:
@@ -62,23 +50,9 @@ def largest() -> Iterator[Largest]:
 def train(folder: Path, fuse: bool, settings: dict[str, Any]) -> None:
     """Train for a step, and evaluate."""
     config = transformers.Gemma2Config(**{**SMALL, "vocab_size": VOCABULARY, "head_dim": 8})
-    model = transformers.Gemma2ForCausalLM(config)
-    if fuse:
-        patch(model)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=1,
-        per_device_train_batch_size=ROWS,
-        per_device_eval_batch_size=ROWS,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=device == "cpu",
-        **settings,
-    )
-    trainer = Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
-    trainer.train()
-    trainer.evaluate()
+    tokens = [torch.arange(LENGTH) + row for row in range(ROWS)]
+    rows = [{"input_ids": each, "labels": each} for each in tokens]
+    run(folder, fuse, model=transformers.Gemma2ForCausalLM(config), rows=rows, max_steps=1, eval_steps=1, **settings)
 
 
 SETTINGS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.models import LISTED, MODELS, batch, compare_under_autocast, gradients, make, worst_difference
+from tests.integrations.models import LISTED, batch, compare_under_autocast, gradients, make, worst_difference
 from xent.integrations.transformers import causal_lm_loss, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
 
@@ -30,32 +30,28 @@ def agree(name: str, inputs: dict[str, Any], fused: list[tuple[int, ...]], **cha
         assert torch.equal(ours[1].detach(), theirs[1])
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("name", MODELS)
-def test_step(name: str, masked: bool, fused: list[tuple[int, ...]]) -> None:
-    agree(name, batch(masked), fused)
+SHIFTED = batch()["input_ids"].roll(-1, 1)
+SHIFTED[:, -1] = -100
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "masked": batch(),
+    "whole": batch(masked=False),
+    "count": {**batch(), "num_items_in_batch": 37},
+    "count in a tensor": {**batch(), "num_items_in_batch": torch.tensor(37)},
+    "shifted labels": {**batch(), "shift_labels": SHIFTED},
+    "ignored index": {**batch(masked=False), "ignore_index": 7},
+    "tuple": {**batch(), "return_dict": False},
+    "last logits": {**batch(), "labels": batch()["labels"][:, -6:], "logits_to_keep": 6},
+}
 
 
-@pytest.mark.parametrize("count", [37, torch.tensor(37)], ids=["int", "tensor"])
-@pytest.mark.parametrize("name", LISTED)
-def test_num_items_in_batch(name: str, count: Any, fused: list[tuple[int, ...]]) -> None:
-    agree(name, {**batch(), "num_items_in_batch": count}, fused)
+EVERY = "masked", "whole", "count"
+STEPS = [(name, key) for name in LISTED for key in (ARGUMENTS if name in ("llama", "gemma2") else EVERY)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_other_arguments(name: str, fused: list[tuple[int, ...]]) -> None:
-    tokens = batch()["input_ids"]
-    shifted = tokens.roll(-1, 1)
-    shifted[:, -1] = -100
-    agree(name, {**batch(), "shift_labels": shifted}, fused)
-    fused.clear()
-    agree(name, {**batch(masked=False), "ignore_index": 7}, fused)
-    fused.clear()
-    agree(name, {**batch(), "return_dict": False}, fused)
-    fused.clear()
-    kept = {**batch(), "logits_to_keep": 6}
-    agree(name, {**kept, "labels": kept["labels"][:, -6:]}, fused)
-    assert fused == [(12, 32)]
+@pytest.mark.parametrize(("name", "arguments"), [("llama-tied", "masked"), *STEPS])
+def test_step(name: str, arguments: str, fused: list[tuple[int, ...]]) -> None:
+    agree(name, ARGUMENTS[arguments], fused)
+    assert fused == [(12 if arguments == "last logits" else 24, 32)]
 
 
 def test_gradient_checkpointing(fused: list[tuple[int, ...]]) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.integrations.models import VOCABULARY, batch, device, make
-from tests.integrations.precision import multiply_in_float32
+from tests.integrations.models import batch, make
+from tests.integrations.training import Rows, run
 from xent.integrations.transformers import patch
 
 pytestmark = [
@@ -22,94 +22,39 @@ pytestmark = [
 ]
 
 
-class Rows(torch.utils.data.Dataset):
-    """Rows of tokens with different lengths, some labels masked."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.rows = torch.randint(3, VOCABULARY, (count, 10), generator=generator)
-        self.masked = torch.randint(1, 8, (count,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        labels = self.rows[place].clone()
-        labels[: self.masked[place]] = -100
-        return {"input_ids": self.rows[place], "labels": labels}
+PARTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"name": "gemma2"},
+    "mixtral": {"name": "mixtral"},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "smoothing and accumulation": {"label_smoothing_factor": 0.1, **PARTS},
+    "smoothing and softcap": {"name": "gemma2", "label_smoothing_factor": 0.1},
+    "accumulation": PARTS,
+    "checkpointing": {"gradient_checkpointing": True},
+}
 
 
-def run(folder: Path, fuse: bool, name: str = "llama", **settings: Any) -> tuple[Trainer, list[float]]:
-    """Train for three steps of eight rows, evaluate, and return the losses in their order."""
-    model = make(name)
-    if fuse:
-        patch(model)
-    arguments = {
-        "output_dir": str(folder / ("fused" if fuse else "plain")),
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_strategy": "no",
-        "learning_rate": 0.05,
-        "optim": "sgd",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": device == "cpu",
-        "seed": 3,
-    } | settings
-    metrics = arguments.pop("compute_metrics", None)
-    chosen = TrainingArguments(**arguments)
-    if chosen.n_gpu > 1:
-        chosen._n_gpu = 1  # otherwise the Trainer uses DataParallel
-    trainer = Trainer(model, chosen, train_dataset=Rows(24), eval_dataset=Rows(8), compute_metrics=metrics)
-    multiply_in_float32()
-    trainer.train()
-    history = trainer.state.log_history
-    return trainer, [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
-
-
-def same_training(folder: Path, fused: list[tuple[int, ...]], **settings: Any) -> list[float]:
-    """Compare losses and weights with and without patch."""
-    plain, expected = run(folder, False, **settings)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_training_and_evaluation(settings: dict[str, Any], tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    """Losses and weights with and without patch agree."""
+    plain, expected = run(tmp_path, False, **settings)
     assert not fused
-    patched, losses = run(folder, True, **settings)
+    patched, losses = run(tmp_path, True, **settings)
     assert fused
+    assert len(losses) == 4
     assert losses == pytest.approx(expected, rel=1e-5)
     for ours, theirs in zip(patched.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    return losses
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-def test_training_and_evaluation(name: str, tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
-    assert len(same_training(tmp_path, fused, name=name)) == 4
 
 
 def test_gradient_accumulation_is_one_large_batch(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     large, expected = run(tmp_path, True)
-    small, losses = run(tmp_path, True, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    small, losses = run(tmp_path, True, **PARTS)
     assert losses == pytest.approx(expected, rel=1e-5)
     for ours, theirs in zip(small.model.parameters(), large.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert fused
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"label_smoothing_factor": 0.1},
-        {"label_smoothing_factor": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"gradient_checkpointing": True},
-        {"name": "gemma2", "label_smoothing_factor": 0.1},
-    ],
-    ids=["smoothing", "smoothing and accumulation", "accumulation", "checkpointing", "smoothing and softcap"],
-)
-def test_settings(settings: dict[str, Any], tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
-    same_training(tmp_path, fused, **settings)
 
 
 @pytest.mark.parametrize("form", ["dict", "tuple"])
@@ -146,10 +91,11 @@ def test_bfloat16(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     assert losses == pytest.approx(expected, rel=2.0**-8)
 
 
-def test_torch_compile(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+def test_torch_compile(tmp_path: Path) -> None:
     torch.compiler.reset()
-    _, expected = run(tmp_path, False)
-    _, losses = run(tmp_path, True, torch_compile=True, torch_compile_backend="aot_eager")
+    plain, patched = make("llama", num_hidden_layers=0), make("llama", num_hidden_layers=0)
+    _, expected = run(tmp_path, False, model=plain)
+    _, losses = run(tmp_path, True, model=patched, torch_compile=True, torch_compile_backend="aot_eager")
     assert losses == pytest.approx(expected, rel=1e-5)
     torch.compiler.reset()
 

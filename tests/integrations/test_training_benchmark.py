@@ -1,4 +1,4 @@
-"""The benchmark of training steps: its variants train alike, and a failure costs no more than its own row."""
+"""The benchmark of training steps: its variants train alike, and rows say why there is no result."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,13 @@ import torch
 from benchmarks.cases import SUITES, Case, quick
 from benchmarks.cli import main
 from benchmarks.contenders import find_contender
-from benchmarks.process import Absent, NotMeasured, Team
+from benchmarks.process import Absent
 from benchmarks.records import Record, load_records
 from benchmarks.session import Session
 from benchmarks.tables import make_tables
 from benchmarks.training import TrainingProblem
+
+pytestmark = pytest.mark.full("benchmarks/")
 
 TINY = quick(SUITES["cpu"]["training"][0])
 NAMES = TINY.contenders
@@ -68,25 +70,6 @@ def test_variants_leave_the_model_as_it_was(model: str) -> None:
     assert problem.model.config._attn_implementation == "sdpa"
 
 
-def test_failed_step_leaves_no_gradients() -> None:
-    @contextmanager
-    def failing(model: Any) -> Iterator[Any]:
-        def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            model(tokens, labels=labels).loss.backward()
-            raise ValueError("broken")
-
-        yield loss_of
-
-    session = Session("cpu")
-    session.open(TINY)
-    assert isinstance(session.problem, TrainingProblem)
-    with pytest.raises(ValueError, match="broken"):
-        session.problem.call(failing, session.problem.set_up())
-    session.recover()
-    assert all(weight.grad is None for weight in session.problem.model.parameters())
-    assert session.prepare("xent")["loss"] > 0
-
-
 def test_length_without_enough_memory_is_not_the_longest() -> None:
     @contextmanager
     def greedy(model: Any) -> Iterator[Any]:
@@ -102,30 +85,6 @@ def test_length_without_enough_memory_is_not_the_longest() -> None:
     assert isinstance(session.problem, TrainingProblem)
     found = session.problem.longest(greedy, session.device)["longest"]
     assert found is None or 190 <= found <= 200
-
-
-class Failing:
-    """An object in a process, whose one method fails; the device is then `usable` or not."""
-
-    def __init__(self, usable: bool) -> None:
-        self.usable = usable
-
-    def call(self) -> None:
-        raise (torch.OutOfMemoryError if self.usable else ValueError)("line\nanother")
-
-    def recover(self) -> None:
-        if not self.usable:
-            raise RuntimeError
-
-
-@pytest.mark.parametrize(
-    ("usable", "status", "reason"), [(True, "skipped", "out of memory"), (False, "failed", "ValueError: line")]
-)
-def test_failure_is_a_reply_and_a_lost_device_ends_the_process(usable: bool, status: str, reason: str) -> None:
-    with Team(Failing, [(usable,)]) as process:
-        with pytest.raises(NotMeasured, match=reason) as failure:
-            process.ask("call", seconds=60)
-        assert (failure.value.status, process.runs) == (status, usable)
 
 
 def test_rows_say_why_there_is_no_result() -> None:

@@ -51,8 +51,12 @@ def assert_same_run(ours: Run, theirs: Run, steps: int = 3, error: float = 1e-5)
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=10 * error, atol=error)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "phi"])
-@pytest.mark.parametrize("name", TRAINERS)
+KINDS = [(name, "llama") for name in TRAINERS]
+KINDS += [(name, kind) for name in ("sft", "distillation") for kind in ("gemma2", "granite", "phi")]
+"""The trainers of log-probabilities pass a softcap, a scale and a bias alike."""
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_trainers_take_the_same_steps(name: str, kind: str, tmp_path: Path, calls: list[tuple[int, ...]]) -> None:
     theirs, _ = train(name, make_model(kind), tmp_path / "theirs")
     assert not calls

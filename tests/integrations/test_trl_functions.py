@@ -1,5 +1,7 @@
 """The replacements of TRL's kernels have the same results and gradients, or are closer to float64."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,197 +9,288 @@ import torch
 import torch.nn.functional as F
 import trl.trainer.utils as trainer_utils
 from torch import Tensor
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as TheirDivergence
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Theirs
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction as TheirLogProbs
 
 from tests.integrations.models import device
-from xent.integrations.trl import ChunkedLogProbFunction, selective_log_softmax_and_entropy
+from xent.integrations.trl import (
+    ChunkedDivergenceFunction,
+    ChunkedLogProbFunction,
+    selective_log_softmax_and_entropy,
+)
 
-NAMES = ("log_probs", *OPTIONAL_OUTPUTS)
-OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "softcap": {"softcap": 2.0},
-    "scale": {"scale": -1.5},
-    "all": {"temperature": 1.3, "softcap": 1.5, "scale": 0.4, "bias": True},
-    "two tiles": {"chunk": 20, "bias": True},
-}
-
-
-def inputs(rows: int = 9, dtype: torch.dtype = torch.float32, bias: bool = False) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    made = {"hidden": torch.randn(rows, 16, generator=generator), "weight": torch.randn(33, 16, generator=generator)}
-    if bias:
-        made["bias"] = torch.randn(33, generator=generator)
-    moved = {name: each.to(device, dtype).requires_grad_() for name, each in made.items()}
-    return {"bias": None, **moved, "targets": torch.randint(33, (rows,), generator=generator).to(device)}
+ROWS, VOCABULARY = 9, 33
+LOG_PROBS = ChunkedLogProbFunction, TheirLogProbs
+DIVERGENCES = ChunkedDivergenceFunction, TheirDivergence
+Side = list[Any]
+"""Hidden states, classifier and bias or None; of a divergence those of the student, then those of the teacher."""
 
 
-def apply(function: Any, given: dict[str, Any], outputs: Any = OPTIONAL_OUTPUTS, **options: Any) -> tuple[Any, ...]:
-    arguments = [given[name] for name in ("hidden", "weight", "bias", "targets")]
-    rest = options.get("temperature", 1.0), options.get("chunk", 32768), options.get("softcap"), options.get("scale", 1)
-    return function.apply(*arguments, *rest, outputs)
+def draw(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator).to(device)
 
 
-def gradients(results: tuple[Any, ...], given: dict[str, Any], upstream: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the differentiable inputs, for upstream gradients of the named results."""
-    wanted = {name: each for name, each in given.items() if each is not None and each.requires_grad}
-    outputs = {name: each for name, each in zip(NAMES, results, strict=True) if name in upstream}
-    found = torch.autograd.grad(list(outputs.values()), list(wanted.values()), [upstream[name] for name in outputs])
-    return dict(zip(wanted, found, strict=True))
+def sides(*widths: int, rows: int = ROWS, dtype: torch.dtype = torch.float32, bias: bool = False) -> Side:
+    generator, drawn = torch.Generator().manual_seed(0), []
+    for width in widths:
+        shapes = [(rows, width), (VOCABULARY, width), *([(VOCABULARY,)] if bias else [])]
+        tensors = [draw(generator, *shape).to(dtype).requires_grad_() for shape in shapes]
+        drawn += tensors if bias else [*tensors, None]
+    return drawn
 
 
-def upstreams(rows: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(rows, generator=generator).to(device) for name in ("log_probs", "entropy")}
+side = partial(sides, 16)
+student_and_teacher = partial(sides, 16, 24)
+TARGETS = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(5)).to(device)
+GENERATOR = torch.Generator().manual_seed(1)
+UPSTREAM = [draw(GENERATOR, ROWS) for _ in range(2)]
 
 
-def definition(given: dict[str, Any], **options: Any) -> tuple[Tensor, ...]:
-    """Return the results of these names, computed in float64 by their definitions."""
-    wide = {name: None if each is None else each.double() for name, each in given.items()}
-    cap = options.get("softcap")
-    x = F.linear(wide["hidden"], wide["weight"], wide["bias"]) * options.get("scale", 1)
-    x = (x if cap is None else cap * torch.tanh(x / cap)) / options.get("temperature", 1.0)
+def log_probs(function: Any, inputs: Side, targets: Tensor | None = None, **options: Any) -> tuple[Any, ...]:
+    names = {"temperature": 1.0, "chunk": 32768, "softcap": None, "scale": 1, "outputs": OPTIONAL_OUTPUTS}
+    targets = TARGETS[: len(inputs[0])] if targets is None else targets
+    return function.apply(*inputs, targets, *(names | options).values())
+
+
+def divergences(function: Any, inputs: Side, beta: float = 0.5, **options: Any) -> tuple[Any, ...]:
+    names = {"temperature": 1.0, "scale": 1.0, "softcap": None, "teacher_scale": 1.0, "teacher_softcap": None}
+    return function.apply(*inputs, beta, *(names | options).values())
+
+
+def logits_of(inputs: Side, temperature: float = 1.0, softcap: float | None = None, scale: float = 1) -> Tensor:
+    x = F.linear(*[None if each is None else each.double() for each in inputs]) * scale
+    return (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
+
+
+def entropy_of(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def defined_log_probs(inputs: Side, chunk: int = 0, **options: Any) -> tuple[Tensor, ...]:
+    """Return the results in float64."""
+    x, targets = logits_of(inputs, **options), TARGETS[: len(inputs[0])]
     log_p = x.log_softmax(-1)
-    chosen = log_p.gather(-1, given["targets"][:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return chosen, entropy, (2 * log_p).logsumexp(-1), x.mean(-1), x.argmax(-1) == given["targets"]
+    chosen = log_p.gather(-1, targets[:, None])[:, 0]
+    return chosen, entropy_of(log_p), (2 * log_p).logsumexp(-1), x.mean(-1), x.argmax(-1) == targets
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_float32(name: str) -> None:
-    options = dict(OPTIONS[name])
-    given = inputs(bias=options.pop("bias", False))
-    upstream = upstreams(9)
-    ours, theirs, truth = (
-        apply(ChunkedLogProbFunction, given, **options),
-        apply(Theirs, given, **options),
-        definition(given, **options),
+def defined_divergences(
+    inputs: Side, beta: float = 0.5, temperature: float = 1.0, **options: Any
+) -> tuple[Tensor, ...]:
+    """Return the results in float64."""
+    theirs = {name.removeprefix("teacher_"): value for name, value in options.items() if name.startswith("teacher_")}
+    ours = {name: value for name, value in options.items() if not name.startswith("teacher_")}
+    student = logits_of(inputs[:3], temperature, **ours).log_softmax(-1)
+    teacher = logits_of(inputs[3:], temperature, **theirs).log_softmax(-1).detach()
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return (first.exp() * (first - second)).sum(-1)
+
+    mixed = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
+    divergence = {0.0: lambda: kl(teacher, student), 1.0: lambda: kl(student, teacher)}.get(
+        beta, lambda: beta * kl(teacher, mixed) + (1 - beta) * kl(student, mixed)
     )
-    for mine, other, true in zip(ours, theirs, truth, strict=True):
-        assert mine.dtype == other.dtype
-        assert mine.requires_grad == other.requires_grad
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(mine.double(), true.double(), rtol=1e-5, atol=2e-6)
-    for chosen in (("log_probs",), ("entropy",), ("log_probs", "entropy")):
-        some = {each: upstream[each] for each in chosen}
-        mine, other = (gradients(apply(f, given, **options), given, some) for f in (ChunkedLogProbFunction, Theirs))
-        true = gradients(definition(given, **options), given, {each: some[each].double() for each in some})
+    return divergence(), entropy_of(student).detach()
+
+
+def gradients(results: Any, inputs: Side, upstream: Sequence[Tensor | None] = UPSTREAM) -> list[Tensor]:
+    """Return the gradients of the inputs that have one, for upstream gradients of the first results."""
+    pairs = [(each, factor) for each, factor in zip(results, upstream, strict=False) if factor is not None]
+    leaves = [each for each in inputs if each is not None and each.requires_grad]
+    factors = [factor.to(each.dtype) for each, factor in pairs]
+    found = torch.autograd.grad([each for each, _ in pairs], leaves, factors, allow_unused=True)
+    return [each for each in found if each is not None]
+
+
+def compare(
+    functions: tuple[Any, Any],
+    compute: Callable[..., Any],
+    define: Callable[..., Any],
+    inputs: Side,
+    upstreams: Sequence[Sequence[Tensor | None]],
+    error: float,
+    **options: Any,
+) -> None:
+    """Compare results and gradients with TRL's and with the definition."""
+    ours, theirs = (compute(function, inputs, **options) for function in functions)
+    for mine, other, true in zip(ours, theirs, define(inputs, **options), strict=True):
+        assert (mine.dtype, mine.requires_grad) == (other.dtype, other.requires_grad)
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=error)
+        torch.testing.assert_close(mine.double(), true.double(), rtol=1e-5, atol=error)
+    for upstream in upstreams:
+        mine, other = (gradients(compute(function, inputs, **options), inputs, upstream) for function in functions)
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
+        true = gradients(define(inputs, **options), inputs, upstream)
+        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"softcap": 2.0},
+        {"scale": -1.5},
+        {"temperature": 1.3, "softcap": 1.5, "scale": 0.4, "bias": True},
+        {"chunk": 20, "bias": True},
+    ],
+    ids=str,
+)
+def test_log_probs(options: dict[str, Any]) -> None:
+    inputs = side(bias=options.get("bias", False))
+    named = {name: value for name, value in options.items() if name != "bias"}
+    upstreams = [UPSTREAM, UPSTREAM[:1], [None, UPSTREAM[1]]]
+    compare(LOG_PROBS, log_probs, defined_log_probs, inputs, upstreams, 2e-6, **named)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.2, "scale": 0.5, "softcap": 2.0, "teacher_scale": 1.5, "teacher_softcap": 3.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_divergences(options: dict[str, Any], beta: float, bias: bool) -> None:
+    inputs = student_and_teacher(bias=bias)
+    compare(DIVERGENCES, divergences, defined_divergences, inputs, [UPSTREAM[:1]], 5e-6, beta=beta, **options)
+    assert len(gradients(divergences(DIVERGENCES[0], inputs, beta, **options), inputs, UPSTREAM[:1])) == 2 + bias
 
 
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1", "mean_logits"), ["entropy"]])
 def test_outputs_that_are_not_requested_are_none(outputs: Any) -> None:
-    given = inputs()
-    ours, theirs = apply(ChunkedLogProbFunction, given, outputs), apply(Theirs, given, outputs)
+    ours, theirs = (log_probs(function, side(), outputs=outputs) for function in LOG_PROBS)
     assert [each is None for each in ours] == [each is None for each in theirs]
     assert type(ours) is tuple
 
 
+def errors(results: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
+    """Return the largest error of each result."""
+    return [(each - true).abs().max().item() for each, true in zip(results, truth, strict=False)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_no_rounded_logits(dtype: torch.dtype) -> None:
+def test_log_probs_are_not_rounded(dtype: torch.dtype) -> None:
     """Results and gradients come closer to float64 than TRL's, whose logits are rounded."""
-    given, upstream = inputs(64, dtype), upstreams(64)
-    truth = definition(given)
-    true = gradients(truth, given, {name: each.double() for name, each in upstream.items()})
-    errors = []
-    for function in (ChunkedLogProbFunction, Theirs):
-        results = apply(function, given)
-        found = gradients(results, given, upstream)
-        values = {
-            name: (each - right).abs().max().item()
-            for name, each, right in zip(NAMES[:4], results, truth, strict=False)
-        }
-        assert {each.dtype for each in found.values()} == {dtype}
-        errors.append(values | {name: (each - true[name]).abs().max().item() for name, each in found.items()})
-    ours, theirs = errors
-    assert all(ours[name] < 1e-4 < theirs[name] for name in ("log_probs", "entropy"))
-    assert all(ours[name] < 1e-4 for name in ("log_sum_sq_probs", "mean_logits"))
-    assert all(ours[name] <= 1.01 * theirs[name] for name in ("hidden", "weight"))
+    inputs, upstream = side(rows=64, dtype=dtype), draw(torch.Generator().manual_seed(1), 2, 64)
+    truth = defined_log_probs(inputs)
+    wrong, slopes = [], []
+    for function in LOG_PROBS:
+        results = log_probs(function, inputs)
+        found = gradients(results, inputs, upstream)
+        assert {each.dtype for each in found} == {dtype}
+        wrong.append(errors(results[:4], truth))
+        slopes.append(errors(found, gradients(defined_log_probs(inputs), inputs, upstream)))
+    ours, theirs = wrong
+    assert max(ours) < 1e-4 < min(theirs[:2])
+    assert all(mine <= 1.01 * other for mine, other in zip(*slopes, strict=True))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_bfloat16_divergences(beta: float) -> None:
+    inputs = student_and_teacher(dtype=torch.bfloat16)
+    truth = defined_divergences(inputs, beta)
+    true, slopes = gradients(truth, inputs, UPSTREAM[:1]), []
+    for function in DIVERGENCES:
+        results = divergences(function, inputs, beta)
+        found = gradients(results, inputs, UPSTREAM[:1])
+        assert {each.dtype for each in found} == {torch.bfloat16}
+        assert max(errors(results, truth)) < 1e-4
+        slopes.append(errors(found, true))
+    assert all(mine <= 1.5 * other for mine, other in zip(*slopes, strict=True))
+
+
+def test_dtypes_of_divergences_that_differ_and_autocast() -> None:
+    """The trainer keeps the teacher's classifier in the dtype in which it was loaded."""
+    inputs = student_and_teacher()
+    inputs[4] = inputs[4].detach().bfloat16()
+    ours, theirs = (divergences(function, inputs) for function in DIVERGENCES)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
+    with torch.autocast(device, torch.bfloat16):
+        ours, theirs = (divergences(function, inputs) for function in DIVERGENCES)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_results_are_float32_for_float64() -> None:
-    given = inputs(dtype=torch.float64)
-    ours, theirs = apply(ChunkedLogProbFunction, given), apply(Theirs, given)
+    ours, theirs = (log_probs(function, side(dtype=torch.float64)) for function in LOG_PROBS)
     assert [each.dtype for each in ours] == [each.dtype for each in theirs]
     torch.testing.assert_close(ours, theirs)
 
 
 def test_first_of_equal_logits_is_the_prediction() -> None:
-    weight = torch.eye(4, device=device)
-    given = {"hidden": torch.ones(4, 4, device=device), "weight": weight, "bias": None}
-    given["targets"] = torch.arange(4, device=device)
-    for function in (ChunkedLogProbFunction, Theirs):
-        assert apply(function, given)[-1].tolist() == [True, False, False, False]
+    inputs = [torch.ones(4, 4, device=device), torch.eye(4, device=device), None]
+    for function in LOG_PROBS:
+        results = log_probs(function, inputs, torch.arange(4, device=device))
+        assert results[-1].tolist() == [True, False, False, False]
 
 
-def test_autocast() -> None:
-    given, upstream = inputs(), upstreams(9)
-    rounded = {name: each if name == "targets" or each is None else each.bfloat16() for name, each in given.items()}
-    truth = definition(rounded)
-    errors = []
-    for function in (ChunkedLogProbFunction, Theirs):
+def test_autocast_of_log_probs() -> None:
+    inputs = side()
+    truth = defined_log_probs([each if each is None else each.bfloat16() for each in inputs])
+    wrong = []
+    for function in LOG_PROBS:
         with torch.autocast(device, torch.bfloat16):
-            results = apply(function, given)
-        found = gradients(results, given, upstream)
-        assert {each.dtype for each in found.values()} == {torch.float32}
-        errors.append((results[0] - truth[0]).abs().max().item())
-    assert errors[0] < 1e-4 < errors[1]
+            results = log_probs(function, inputs)
+        assert {each.dtype for each in gradients(results, inputs)} == {torch.float32}
+        wrong.append(errors(results, truth[:1])[0])
+    assert wrong[0] < 1e-4 < wrong[1]
 
 
 def test_head_in_float32() -> None:
     """GRPO's cast_lm_head_to_fp32: the hidden states are float32, the classifier is not."""
-    given = inputs()
-    given["weight"] = given["weight"].detach().bfloat16().requires_grad_()
-    upstream = upstreams(9)
-    ours, theirs = apply(ChunkedLogProbFunction, given), apply(Theirs, given)
+    inputs = side()
+    inputs[1] = inputs[1].detach().bfloat16().requires_grad_()
+    ours, theirs = (log_probs(function, inputs) for function in LOG_PROBS)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
-    mine, other = gradients(ours, given, upstream), gradients(theirs, given, upstream)
-    assert mine["weight"].dtype == torch.bfloat16
+    mine, other = gradients(ours, inputs), gradients(theirs, inputs)
+    assert mine[1].dtype == torch.bfloat16
     torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-4)
 
 
 def test_no_rows() -> None:
-    given = inputs(0)
-    results = apply(ChunkedLogProbFunction, given)
-    assert [tuple(each.shape) for each in results] == [(0,)] * 5
-    found = gradients(results, given, {"log_probs": results[0].detach()})
-    assert not found["weight"].any()
+    for inputs, results in (
+        (few := side(rows=0), log_probs(LOG_PROBS[0], few)),
+        (few := student_and_teacher(rows=0), divergences(DIVERGENCES[0], few)),
+    ):
+        assert {tuple(each.shape) for each in results} == {(0,)}
+        assert not gradients(results, inputs, [UPSTREAM[0][:0]])[1].any()
 
 
 def test_rows_without_a_target() -> None:
-    given, upstream = inputs(), upstreams(9)
-    given["targets"][[2, 5]] = -100
-    results = apply(ChunkedLogProbFunction, given)
+    inputs, targets = side(), TARGETS[:ROWS].clone()
+    targets[[2, 5]] = -100
+    results = log_probs(LOG_PROBS[0], inputs, targets)
     assert not any(each[[2, 5]].any() for each in results)
-    assert not gradients(results, given, upstream)["hidden"][[2, 5]].any()
+    assert not gradients(results, inputs)[0][[2, 5]].any()
 
 
 def test_weights_released_before_backward() -> None:
     """As with DeepSpeed ZeRO-3, which gathers them again only for its own modules."""
-    given, upstream = inputs(bias=True), upstreams(9)
-    expected = gradients(apply(ChunkedLogProbFunction, given), given, upstream)
-    for name in ("weight", "bias"):
-        given[name].ds_id = 1
-    results = apply(ChunkedLogProbFunction, given)
-    for name in ("weight", "bias"):
-        given[name].data = torch.empty(0, device=device)
-    found = gradients(results, given, upstream)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    inputs = side(bias=True)
+    expected = gradients(log_probs(LOG_PROBS[0], inputs), inputs)
+    for weight in inputs[1:]:
+        weight.ds_id = 1
+    results = log_probs(LOG_PROBS[0], inputs)
+    for weight in inputs[1:]:
+        weight.data = torch.empty(0, device=device)
+    torch.testing.assert_close(gradients(results, inputs), expected, rtol=0, atol=0)
 
 
-def test_compiled() -> None:
+def test_compiled_log_probs() -> None:
     torch.compiler.reset()
-    given, upstream = inputs(), upstreams(9)
+    inputs = side()
 
-    def step(given: dict[str, Any]) -> tuple[Any, ...]:
-        return apply(ChunkedLogProbFunction, given, temperature=0.7)
+    def step(inputs: Side) -> tuple[Any, ...]:
+        return log_probs(ChunkedLogProbFunction, inputs, temperature=0.7)
 
-    expected = step(given)
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(given)
+    expected = step(inputs)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(inputs)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, given, upstream), gradients(expected, given, upstream))
+    torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs))
     torch.compiler.reset()
 
 

@@ -1,9 +1,5 @@
-"""The replacements of verl's function and module. Without verl they are compared with its definition."""
+"""The replacements of verl's function and module have the results that its tests define."""
 
-import importlib.util
-import inspect
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,17 +25,20 @@ def definition(hidden: Any, weight: Any, labels: Any, temperature: float, reduct
     return -nll, -(log_p.exp() * log_p).sum(-1)
 
 
+def compare(ours: Any, truth: Any, leaves: Any) -> None:
+    """Compare log-probabilities, entropies and their gradients."""
+    assert [each.dtype for each in ours] == [torch.float32] * 2
+    torch.testing.assert_close(list(ours), list(truth), rtol=1e-5, atol=1e-5, check_dtype=False)
+    upstream = [torch.randn_like(each) for each in ours]
+    found = torch.autograd.grad(ours, leaves, upstream)
+    expected = torch.autograd.grad(truth, leaves, [each.to(truth[0].dtype) for each in upstream])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_equals_the_definition(reduction: str) -> None:
     given = inputs()
-    ours = linear_cross_entropy(*given, 0.7, reduction, None)
-    truth = definition(*given, 0.7, reduction)
-    assert [each.dtype for each in ours] == [torch.float32] * 2
-    torch.testing.assert_close([each.double() for each in ours], list(truth), rtol=1e-5, atol=1e-5)
-    upstream = [torch.randn_like(each) for each in ours]
-    found = torch.autograd.grad(ours, given[:2], upstream)
-    expected = torch.autograd.grad(truth, given[:2], [each.double() for each in upstream])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    compare(linear_cross_entropy(*given, 0.7, reduction, None), definition(*given, 0.7, reduction), given[:2])
 
 
 def test_defaults() -> None:
@@ -75,36 +74,4 @@ def test_module_equals_the_definition(flat: bool) -> None:
         hidden_states=given[0], vocab_weights=given[1], input_ids=given[2].to(torch.int32), temperature=0.7
     )
     truth = [each.view(given[2].shape) for each in definition(*given, 0.7, "none")]
-    assert [each.dtype for each in ours] == [torch.float32] * 2
-    torch.testing.assert_close([each.double() for each in ours], truth, rtol=1e-5, atol=1e-5)
-    upstream = [torch.randn_like(each) for each in ours]
-    found = torch.autograd.grad(ours, (hidden, weight), upstream)
-    expected = torch.autograd.grad(truth, (hidden, weight), [each.double() for each in upstream])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_equals_the_module_of_verl() -> None:
-    theirs = load("utils/experimental/torch_functional.py").FusedLinearForPPO
-    for method in ("__init__", "forward"):
-        parameters = inspect.signature(getattr(theirs, method)).parameters.values()
-        ours = inspect.signature(getattr(FusedLinearForPPO, method)).parameters.values()
-        assert [(one.name, one.default) for one in ours] == [(one.name, one.default) for one in parameters]
-    given = inputs()
-    found, expected = FusedLinearForPPO()(*given, 0.7), theirs()(*given, 0.7)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    upstream = [torch.randn_like(each) for each in found]
-    gradients = [torch.autograd.grad(each, given[:2], upstream) for each in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
-def load(file: str) -> ModuleType:
-    """Return a module of the installed verl, without the rest of verl, which needs a GPU."""
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
-        pytest.skip("needs verl")
-    spec = importlib.util.spec_from_file_location("module_of_verl", Path(found.origin).parent / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    compare(ours, truth, (hidden, weight))

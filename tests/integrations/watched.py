@@ -2,8 +2,9 @@
 
 Also print whether FSDP2, if the script uses it, adds gradients up instead of averaging them.
 
-The script sleeps before it destroys its process group, so that its last tensors are released. PyTorch 2.13 waits for
-gloo's threads without releasing the interpreter lock, which they need to release a tensor; this can be a deadlock.
+Under torchrun the script sleeps before it destroys its process group, so that its last tensors are released. PyTorch
+2.13 waits for gloo's threads without releasing the interpreter lock, which they need to release a tensor; this can be a
+deadlock. A forked process (`tests.integrations.processes`) ends without destroying its group.
 """
 
 import runpy
@@ -36,8 +37,9 @@ def main() -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if "fully_shard" in source and not averages(init_device_mesh(device, (dist.get_world_size(),))):
             print("FSDP2 adds up")
-        time.sleep(1)
-        destroy(*group)
+        if dist.is_torchelastic_launched():
+            time.sleep(1)
+            destroy(*group)
 
     xent.linear_cross_entropy, dist.destroy_process_group = watched, destroy_later
     del sys.argv[0]

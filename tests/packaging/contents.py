@@ -29,7 +29,7 @@ def missing(path: Path) -> list[str]:
     wanted = {
         prefix + file.relative_to(source).as_posix()
         for file in source.rglob("*")
-        if file.suffix in (".py", ".metal", ".typed")
+        if file.is_file() and "__pycache__" not in file.parts
     }
     found = [f"lacks {name}" for name in sorted(wanted - names)]
     return found + [f"holds {name}" for name in sorted(names) if any(part in _UNWANTED for part in name.split("/"))]

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.packaging.tree import MODULES, ROOT, SOURCE
+from tests.quick import FOLDERS, chosen
 
 
 def _names(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
@@ -54,6 +55,14 @@ def test_paths_in_the_instructions_exist() -> None:
     paths = {path for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.]*)`", text) if "NAME" not in path}
     assert paths
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+
+
+def test_quick_chooses_tests_that_exist() -> None:
+    assert [test for tests in FOLDERS.values() for test in tests if not (ROOT / test).is_file()] == []
+    sessions = chosen(["src/integrations/trl.py", "benchmarks/cases.py", "tests/metal/test_rows.py"])
+    assert sessions["tests-metal"] == ["tests/metal/test_rows.py"]
+    integrations = {"test_trl.py", "test_trl_functions.py", "test_training_benchmark.py"}
+    assert {f"tests/integrations/{name}" for name in integrations} < set(sessions["tests"])
 
 
 def test_missing_names_are_noticed() -> None:

@@ -39,17 +39,16 @@ def test_document_block_runs(block: Example) -> None:
 
 def evaluate(block: Example) -> None:
     EVALUATED.append(block)
-    place = f"{block.path}:{block.line}"
     try:
         block.evaluate()
     except ModuleNotFoundError as error:
         WITHOUT_FRAMEWORK.add(block.path)
-        skip_without(error, place)
+        skip_without(error)
         raise
     except NameError:
         if block.path not in WITHOUT_FRAMEWORK:
             raise
-        pytest.skip(f"{place} goes on from a block that needs a framework that is not installed")
+        pytest.skip("goes on from a block that needs a framework that is not installed")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -27,7 +27,7 @@ def load(name: str) -> ModuleType:
         importlib.import_module(name.rpartition(".")[0] or name)  # which may fail after it has imported the module
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        skip_without(error, name)
+        skip_without(error)
         raise
     except ImportError as error:
         if "gluon" in str(error.name):  # Triton 3.4 lacks what the kernel for Hopper needs
@@ -35,9 +35,9 @@ def load(name: str) -> ModuleType:
         raise
 
 
-def skip_without(error: ModuleNotFoundError, what: str) -> None:
+def skip_without(error: ModuleNotFoundError) -> None:
     """Skip the test if the missing module is a framework that is not under test."""
     framework = (error.name or "").partition(".")[0]
     asked_for = [name.strip() for name in os.environ.get("XENT_TEST_BACKENDS", "").split(",")]
     if framework != "xent" and framework not in asked_for:
-        pytest.skip(f"{what} needs {framework}, which is not installed")
+        pytest.skip(f"needs {framework}, which is not installed")
