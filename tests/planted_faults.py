@@ -288,13 +288,13 @@ FAULTS = [
         "torch.stack([row * factor for row", "torch.stack([row * 1.0 for row", (HEADS,),
     ),
     Fault(
-        "packed numbers rounded", "backends/torch/function.py",
+        "packed numbers rounded", "backends/torch/codec.py",
         "return '{\"hex\":\"' + value.hex() + '\"}'",
         "return '{\"hex\":\"' + round(value, 1).hex() + '\"}'",
         ("tests/torch/test_compile.py", "-k", "compiles_whole"),
     ),
     Fault(
-        "packed fields with the defaults", "backends/torch/function.py",
+        "packed fields with the defaults", "backends/torch/codec.py",
         "for name, one in fields.items()})", 'for name, one in fields.items() if name != "label_smoothing"})',
         ("tests/torch/test_compile.py", "-k", "compiles_whole"),
     ),
@@ -310,7 +310,7 @@ FAULTS = [
     ),
     Fault(
         "version of overwritten logits", "backends/torch/function.py",
-        "            torch.autograd.graph.increment_version(inputs[0])", "            pass",
+        "            torch.autograd.graph.increment_version(leaves[0])", "            pass",
         ("tests/torch/test_inplace.py", "tests/torch/test_autograd.py"), "triton",
     ),
     Fault(
@@ -368,8 +368,8 @@ FAULTS = [
         "firsts = [place * one.rows for place in range(ranks)]", (SHARDS,),
     ),
     Fault(
-        "padding is a class", "backends/torch/loop.py",
-        "width = here if shards is None else max(min(first + here, size) - min(first, size), 0)", "width = here",
+        "padding is a class", "backends/torch/plan.py",
+        "width = classes if shards is None else max(min(first + classes, size) - min(first, size), 0)", "width = classes",
         (SHARDS,),
     ),
     Fault(
