@@ -130,9 +130,9 @@ def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
     framework, given = _checked(arguments, passed, LOG_PROB_STATS, entropy)
     shards = _shards(framework, given, "input" in given)
     source, rows, _, _ = _source(given, passed, shards, None)
-    target = _classes(framework, given, source, rows, "")
+    target: Target = _classes(framework, given, source, rows, "")
     if support is not None:
-        target = _allowed(target, support, rows)
+        target = _allowed(given["target"], support, rows)
     heat = given["temperature"]
     if framework_of(heat) is not None:
         if dtype_name(heat) not in FLOAT_DTYPES:
@@ -178,6 +178,7 @@ def have_same_rows(call: Call) -> bool:
             if rows[0] != options.heads:
                 return False
             rows = rows[1:]
+    alike: bool
     if isinstance(target, Classes):
         alike = target.ids.shape == rows
     elif isinstance(target, Probabilities):
@@ -441,7 +442,7 @@ def _named_shape(given: Arguments, source: Source) -> tuple[str, tuple[int, ...]
     return name, tuple(given[name].shape)
 
 
-def _allowed(target: Classes, support: Support, rows: tuple[int, ...]) -> Allowed:
+def _allowed(ids: Any, support: Support, rows: tuple[int, ...]) -> Allowed:
     """Check the support of each row."""
     for part in ("ids", "offsets"):
         array = getattr(support, part)
@@ -453,7 +454,7 @@ def _allowed(target: Classes, support: Support, rows: tuple[int, ...]) -> Allowe
             f"support.offsets must have {entries} entries, one more than there are rows of target; got "
             f"{support.offsets.shape[0]}"
         )
-    return Allowed(target.ids, support.ids, support.offsets)
+    return Allowed(ids, support.ids, support.offsets)
 
 
 def _teacher(

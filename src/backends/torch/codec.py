@@ -97,7 +97,7 @@ Places = tuple[tuple[int, Any], ...]
 
 def places_of(record: Any) -> Places:
     """Return where a record has tensors."""
-    places = []
+    places: list[tuple[int, Any]] = []
     for index, field in enumerate(record):
         if isinstance(field, Tensor):
             places.append((index, None))

@@ -8,7 +8,7 @@ so that saved-tensor hooks see them, and a second backward pass without retain_g
 `operations`, and all tensors of the call are its inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def _placed(gradients: Any, flags: Asked) -> list[Tensor | None]:
 
 def _gradients(
     plan: Plan, call: Any, kept: Any, tensors: Any, upstream: tuple[Tensor | None, ...], plain: bool
-) -> list[Tensor | None]:
+) -> Sequence[Tensor | None]:
     """Return the gradients that were asked for, from what was kept, the call without its tensors, and these.
 
     `plain`: whether the passes run here; otherwise they are custom operations.
@@ -118,7 +118,9 @@ def _scaled(plan: Plan, count: int, kept: Any, upstream: Any, plain: bool, drops
     deferred = kept[count] if len(kept) > count else None
     if plain:
         gradients = [gradient.detach() for gradient in kept[:count]]
-        return undisturbed(plan.device, SCALES.get(plan.kernel, _scale), gradients, upstream, deferred, drops)
+        scaled: list[Tensor]
+        scaled = undisturbed(plan.device, SCALES.get(plan.kernel, _scale), gradients, upstream, deferred, drops)
+        return scaled
     # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
     factor = upstream if deferred is None else upstream * deferred
     # PyTorch would round a 0-d factor to the dtype of the gradient first.
@@ -159,7 +161,7 @@ def _by_operation(plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, 
 def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) -> list[Any]:
     """Return the gradients of the leaves in their dtypes, for the upstream gradients of results and of what is kept."""
     count, again = len(plan.names), None
-    gradients: Any = [None] * len(plan.dtypes)
+    gradients: list[Any] = [None] * len(plan.dtypes)
     if len(upstream) > count:
         again = next((gradient for gradient in upstream[count:] if gradient is not None), None)
         upstream = upstream[:count]
@@ -175,7 +177,7 @@ def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) 
         gradients = [torch.ops.xent.refuse_second(again, leaf) for leaf in saved[: len(plan.dtypes)]]
     elif plan.form or not torch.is_grad_enabled():
         plain = not plan.form and is_plain(given)
-        gradients = _gradients(plan, call, kept, tensors, upstream, plain)
+        gradients = list(_gradients(plan, call, kept, tensors, upstream, plain))
     else:
         plain = is_plain(given)
         gradients = Once.apply(lambda *_: _gradients(plan, call, kept, tensors, upstream, plain), *saved)
@@ -189,7 +191,7 @@ class PlainLoss(torch.autograd.Function):
     """(`Run`, *leaves that get a gradient) -> (*results, *what is kept)."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, *leaves: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, run: Run, *leaves: Tensor) -> tuple[Tensor, ...]:
         plan, call, count = run.plan, run.call, len(run.plan.names)
         reuse = plan.reuse and plan.first
         results = undisturbed(plan.device, forward, plan, call, reuse)

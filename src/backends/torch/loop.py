@@ -141,7 +141,8 @@ def _run(
 
 def _whole_rows(setting: Setting, steps: Steps, wanted: bool, reuse: bool, saved: Tensor | None) -> Tensor | None:
     """Compute the rows of given logits in one step. Return their gradient."""
-    logits = setting.call.source.logits
+    source: Any = setting.call.source
+    logits = source.logits
     grad = None if not wanted else logits if reuse else gradient_like(logits)
     if setting.count:
         steps.whole_rows(Block(logits, grad=grad), Part(0, setting.count), saved)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xent.backends.torch.codec import Places, places_of
+from xent.backends.torch.codec import places_of
 from xent.backends.torch.contract import CONSTANTS, Setting, Upstream, columns
 from xent.core.call import (
     Allowed,
@@ -61,8 +61,8 @@ class Plan:
         self.needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
         """Which gradients of the leaves are computed, for themselves or for that of the scale."""
         self.columns = columns(call)
-        self.places: Places | None = None
-        """Where a prepared call has tensors."""
+        self.places: Any = None
+        """Where a prepared call has tensors (`codec.Places`), once one has been differentiated."""
         self._constants: dict[Any, Any] = {}
 
     def setting(self, call: Call, upstream: Upstream | None = None) -> Setting:

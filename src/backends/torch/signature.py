@@ -212,6 +212,5 @@ def _slot(tensor: Tensor, name: str, place: int, axis: int) -> ArraySlot:
 
 def slot_of(place: int, tensor: Tensor) -> ArraySlot:
     """Return the slot of a tensor whose last axis may be one of classes, and no other."""
-    sizes = [None] * tensor.dim()
-    sizes[-1:] = tensor.shape[-1:]
-    return ArraySlot(place, tuple(sizes), (), tensor.dtype, tensor.device, False, False, False)
+    sizes = (*[None] * (tensor.dim() - 1), *tensor.shape[-1:])
+    return ArraySlot(place, sizes, (), tensor.dtype, tensor.device, False, False, False)

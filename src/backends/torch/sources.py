@@ -285,7 +285,8 @@ class _Whole(NamedTuple):
 
 def in_one_part(setting: Setting, steps: Steps) -> bool:
     """Return whether `at_once` serves a call with a product: all factors have one dtype, and the rows are one part."""
-    source, compute = setting.call.source, setting.compute
+    source: Any = setting.call.source
+    compute = setting.compute
     if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
         return False
     if source.input.dtype != compute or source.weight.dtype != compute or exact(setting.call):
@@ -299,7 +300,8 @@ def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
 
     This is `Computed` without what several parts, shards and conversions need.
     """
-    source, needs, compute, width = setting.call.source, setting.needs, setting.compute, setting.width
+    source: Any = setting.call.source
+    needs, compute, width = setting.needs, setting.compute, setting.width
     weight, bias, hidden = source.weight, source.bias, source.input
     if hidden.dim() != 2:
         hidden = hidden.reshape(-1, hidden.shape[-1])

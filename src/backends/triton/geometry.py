@@ -53,8 +53,8 @@ def placed(block: Block) -> Iterator[Placed]:
         (count, vocabulary), vector = logits.shape, 16 // logits.itemsize
         address = logits.data_ptr() if grad is None else logits.data_ptr() | grad.data_ptr()
         if address % 16 == vocabulary % vector == 0 and (grad is None or grad.dtype == logits.dtype):
-            rows = count or 1, 0, vocabulary
-            yield Placed(logits, grad, block.start, count, rows, rows, 0, Layout(False, False, False, vector))
+            strides = count or 1, 0, vocabulary
+            yield Placed(logits, grad, block.start, count, strides, strides, 0, Layout(False, False, False, vector))
             return
     pieces: Any = [(0, block.logits, block.grad)]
     if not _is_direct(block.logits) or (block.grad is not None and not _is_direct(block.grad)):

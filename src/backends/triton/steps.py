@@ -143,7 +143,8 @@ class TritonSteps(Inputs):
                 way, share, options = sizes(width, some, self.way, writes, shares, **more)
             constants = {"columns": self.columns if saves else Columns(), "way": way}
             launches[key] = Launch(rows_kernel, constants, **options), share, way.parts
-        return launches[key]
+        prepared: tuple[Launch, int, int] = launches[key]
+        return prepared
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
@@ -176,7 +177,8 @@ class TritonSteps(Inputs):
             else:
                 way, _, options = in_blocks(width, some, self.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
             launches[key] = Launch(fold_kernel, {"columns": self.columns, "way": way, "ADDS": adds}, **options)
-        return launches[key]
+        prepared: Launch = launches[key]
+        return prepared
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Tensor | None:
         """See `xent.backends.torch.contract.Steps.finish`."""
@@ -221,16 +223,18 @@ class TritonSteps(Inputs):
             way = self.way._replace(quick=quick, block=size, **layout._asdict())
             options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
             constants = {"way": way, "BLOCKS": blocks}
-            prepared = Launch(gradient_kernel, constants, enable_fp_fusion=not layout.skewed, **options)
-            launches[key] = prepared, blocks * size
-        return launches[key]
+            options |= {"enable_fp_fusion": not layout.skewed}
+            launches[key] = Launch(gradient_kernel, constants, **options), blocks * size
+        prepared: tuple[Launch, int] = launches[key]
+        return prepared
 
     def launch(self, name: str, function: Any, constants: dict[str, Any], **options: Any) -> Launch:
         """Return the launch of a kernel whose constants are the same in all calls of a plan."""
         launches = self.decisions.launches
         if name not in launches:
             launches[name] = Launch(function, constants, **options)
-        return launches[name]
+        prepared: Launch = launches[name]
+        return prepared
 
     fold_product, gradient_product = fold_product, gradient_product
 
@@ -239,10 +243,11 @@ class TritonSteps(Inputs):
 
     def results(self) -> list[Tensor]:
         """Return the loss and the statistics."""
-        options, recorded, reduced = self.options, self.recorded, self.options.reduction != "none"
+        recorded: Any = self.recorded
+        options, reduced = self.options, self.options.reduction != "none"
         results = [recorded.loss.sum() if reduced else recorded.loss]
         for name in options.stats:
-            result = self.counted if name == "count" else getattr(recorded, name)
+            result: Any = self.counted if name == "count" else getattr(recorded, name)
             if name == "z_loss" and reduced:
                 result = result.sum()
             elif name == "accuracy" and not options.accuracy_of_rows:

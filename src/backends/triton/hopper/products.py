@@ -180,7 +180,8 @@ def _probe(device: torch.device) -> str | None:
     ids[-1] = -100
     tensors = [hidden, weight, ids]
     slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
-    source, options = Product(*slots[:2], None, None, "bfloat16"), Options("none", stats=("entropy",))
+    source = Product(slots[0], slots[1], None, None, "bfloat16")
+    options = Options("none", stats=("entropy",))
     form = Call(source, Classes(slots[2]), Activation(0.7, 4.0), options)
     asked, results = (True, False, False, False, False), []
     call = binder(form)(tensors)
