@@ -48,10 +48,10 @@ def _emulate_metal(config: pytest.Config) -> None:
         import mlx.core  # noqa: F401
     except ImportError:
         return
-    from tests.metal.emulator.install import install
+    from tests.metal.emulator.install import folder_of, install
 
     try:
-        install(Path(config.cache.mkdir("metal")))
+        install(folder_of(config))
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from error
 

@@ -24,8 +24,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def kernel_folder(pytestconfig: pytest.Config) -> Path:
-    """Return the folder of compiled kernels, which processes and later runs share."""
-    return Path(pytestconfig.cache.mkdir("metal"))
+    """Return the folder of compiled kernels."""
+    from tests.metal.emulator.install import folder_of
+
+    return folder_of(pytestconfig)
 
 
 def _forget() -> None:
