@@ -54,7 +54,7 @@ class Product(NamedTuple):
 
     input: Any
     weight: Any
-    """An array, or for MLX a `xent.QuantizedWeight`."""
+    """An array, for MLX a `xent.QuantizedWeight`, or for PyTorch a `xent.QuantizedRows`."""
     bias: Any = None
     workspace: int | None = None
     """Bytes that the logits alive at one time may take; None for the device's default."""

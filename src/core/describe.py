@@ -29,7 +29,7 @@ from xent.core.call import (
     gathered,
     replaced,
 )
-from xent.core.spec import LinearTeacher, QuantizedWeight, Subset, Support, TopKTeacher, bounded
+from xent.core.spec import LinearTeacher, QuantizedRows, QuantizedWeight, Subset, Support, TopKTeacher, bounded
 from xent.core.validate import (
     PLAIN,
     RANGES,
@@ -59,6 +59,7 @@ _ARRAYS = (
 )
 _PARTS: dict[type, tuple[str, ...]] = {
     QuantizedWeight: ("packed", "scales", "biases"),
+    QuantizedRows: ("packed",),
     LinearTeacher: ("input", "weight", "bias"),
     TopKTeacher: ("ids", "log_probs"),
     Support: ("ids", "offsets"),
@@ -70,7 +71,7 @@ _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
 """The options that may be 0-d tensors, also on the CPU."""
 _HINTS = {
     "mlx.nn": ": pass linear_weight, linear_bias = xent.integrations.mlx.classifier(module)",
-    "torch.nn.modules": ": pass module.weight, and linear_bias=module.bias",
+    "torch.nn.modules": ": pass linear_weight, linear_bias = xent.integrations.torch.classifier(module)",
 }
 _REQUIRED = (
     "logits",
@@ -167,6 +168,8 @@ def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
         vocabulary = array.shape[axis]
         source = Given(array, axis, given["inplace"])
         rows = tuple(array.shape[:axis] + array.shape[axis + 1 :])
+    if shards is not None and isinstance(given.get("linear_weight"), QuantizedRows):
+        raise ValueError("vocab_parallel must be None for a QuantizedRows: pass the shard's rows in a floating dtype")
     if vocabulary == 0 and shards is None:
         raise ValueError(f"there must be at least one class, got 0 with {name} of shape {tuple(array.shape)}")
     if is_divergence:
@@ -265,10 +268,10 @@ def _one_framework(arrays: dict[str, Any]) -> str:
                 raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
             if str(array.layout) != "torch.strided":
                 raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
-            if hasattr(array, "full_tensor"):
+            if hasattr(array, "full_tensor") or (name in _REQUIRED and kind.__module__.startswith("torchao.")):
                 raise TypeError(
                     f"{name} must be a plain tensor, got a {type(array).__name__}: pass {name}.to_local() or "
-                    f"{name}.full_tensor()"
+                    f"{name}.full_tensor(), of a quantized head what xent.integrations.torch.classifier(module) returns"
                 )
         elif framework == "numpy" and hasattr(array, "mask"):
             raise TypeError(
@@ -364,6 +367,11 @@ def _teacher(
     activation = Activation()
     source: Source
     if isinstance(teacher, LinearTeacher):
+        if ids is not None and isinstance(teacher.weight, QuantizedRows):
+            raise ValueError(
+                "the teacher of a xent.Subset must have a classifier whose rows can be selected, got a QuantizedRows: "
+                "dequantize these rows"
+            )
         _check_classifier(framework, "teacher.input", teacher.input, "teacher.weight", teacher.weight, teacher.bias)
         if ids is None and teacher.weight.shape[0] != vocabulary:
             raise ValueError(
@@ -443,6 +451,12 @@ def _check_classifier(framework: str, of_input: str, input: Any, of_weight: str,
     for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
         if isinstance(array, QuantizedWeight):
             _check_quantized(framework, array, name)
+        elif isinstance(array, QuantizedRows):
+            if array.packed.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, which a quantized classifier does not get: freeze it with "
+                    "requires_grad_(False), or pass one in a floating dtype"
+                )
         elif array is not None:
             _check_dtype(name, array)
     if len(input.shape) < 1:

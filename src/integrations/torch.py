@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xent.backends.torch.quantized import classifier
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.validate import check_options
 
-__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
+__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier"]
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

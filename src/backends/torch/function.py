@@ -24,7 +24,7 @@ from xent.backends.torch.loop import Asked, backward, forward, made_first
 from xent.backends.torch.memory import cast
 from xent.core import call as calls
 from xent.core.call import Call, Dense, Given, TopK, array_of, fields_of
-from xent.core.spec import DIFFERENTIABLE
+from xent.core.spec import DIFFERENTIABLE, QuantizedRows
 
 __all__ = [
     "Loss",
@@ -148,6 +148,8 @@ def text(value: Any) -> str:
         return "null"
     if isinstance(value, (bool, int)):
         return str(value).lower()
+    if isinstance(value, QuantizedRows):
+        raise NotImplementedError(refusals.NO_QUANTIZED)
     return f'"{value.group_name}"'  # a process group
 
 

@@ -77,7 +77,7 @@ class TritonSteps(Inputs):
         target, (rows, start) = self.setting.call.target, self.rows_of(part)
         count, hidden, weight, bias = part.stop - part.start, source.hidden, source.weight, source.bias
         size = hidden.shape[1]
-        rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed))
+        rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed)) and weight is not None
         target_logits = torch.empty(count, dtype=torch.float32, device=self.device) if rounded else None
         trained = torch.empty(count, size, dtype=source.compute, device=self.device) if source.needs[1] else None
         if count and (rounded or trained is not None):
