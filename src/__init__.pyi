@@ -14,6 +14,7 @@ from xent.core.spec import (
     BackendError,
     BackendInfo,
     LinearTeacher,
+    QuantizedRows,
     QuantizedWeight,
     Stats,
     Subset,
@@ -28,6 +29,7 @@ __all__ = [
     "BackendError",
     "BackendInfo",
     "LinearTeacher",
+    "QuantizedRows",
     "QuantizedWeight",
     "Stats",
     "Subset",
@@ -114,7 +116,7 @@ def cross_entropy(
 @overload
 def linear_cross_entropy(  # type: ignore[overload-overlap]
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     stats: tuple[()] = (),
@@ -123,7 +125,7 @@ def linear_cross_entropy(  # type: ignore[overload-overlap]
 @overload
 def linear_cross_entropy(
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     stats: Collection[str],
@@ -162,7 +164,7 @@ def log_probs(
 @overload
 def linear_log_probs(  # type: ignore[overload-overlap]
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     entropy: Literal[False] = False,
@@ -172,7 +174,7 @@ def linear_log_probs(  # type: ignore[overload-overlap]
 @overload
 def linear_log_probs(  # type: ignore[overload-overlap]
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     entropy: Literal[True],
@@ -182,7 +184,7 @@ def linear_log_probs(  # type: ignore[overload-overlap]
 @overload
 def linear_log_probs(
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     entropy: Literal[False] = False,
@@ -192,7 +194,7 @@ def linear_log_probs(
 @overload
 def linear_log_probs(
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     entropy: Literal[True],
@@ -202,7 +204,7 @@ def linear_log_probs(
 @overload
 def linear_log_probs(
     input: _Array,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     target: _Array,
     *,
     entropy: bool,
@@ -228,7 +230,7 @@ def divergence(
 @overload
 def linear_divergence(  # type: ignore[overload-overlap]
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     teacher: _Array | LinearTeacher | Subset | TopKTeacher,
     *,
     stats: tuple[()] = (),
@@ -237,7 +239,7 @@ def linear_divergence(  # type: ignore[overload-overlap]
 @overload
 def linear_divergence(
     input: _A,
-    linear_weight: _Array | QuantizedWeight,
+    linear_weight: _Array | QuantizedWeight | QuantizedRows,
     teacher: _Array | LinearTeacher | Subset | TopKTeacher,
     *,
     stats: Collection[str],

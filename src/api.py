@@ -189,7 +189,7 @@ def linear_cross_entropy(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         Hidden states.
-    linear_weight : array (V, D), the dtype of input; or QuantizedWeight
+    linear_weight : array (V, D), the dtype of input; or QuantizedWeight or QuantizedRows
         The classifier, as torch.nn.Linear and torch.nn.Embedding store it. Under torch.autocast any float dtype. For
         MLX it may be a frozen quantized classifier.
     target : integer array (...), or float array (..., V)
@@ -577,7 +577,7 @@ def linear_divergence(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         The student's hidden states.
-    linear_weight : array (V, D), the dtype of input; or QuantizedWeight
+    linear_weight : array (V, D), the dtype of input; or QuantizedWeight or QuantizedRows
         The student's classifier. Under torch.autocast any float dtype. For MLX it may be a frozen quantized classifier.
     teacher : LinearTeacher, TopKTeacher, Subset or array (..., V)
         As in `xent.divergence`. A `LinearTeacher` may have another width; its logits are not stored either.

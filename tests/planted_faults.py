@@ -369,8 +369,8 @@ FAULTS = [
     ),
     Fault(
         "padding is a class", "backends/torch/plan.py",
-        "width = classes if shards is None else max(min(first + classes, size) - min(first, size), 0)", "width = classes",
-        (SHARDS,),
+        "width = classes if shards is None else max(min(first + classes, size) - min(first, size), 0)",
+        "width = classes", (SHARDS,),
     ),
     Fault(
         "tokens in the order of the wrong axis", "backends/torch/shards/collectives.py",

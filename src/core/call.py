@@ -25,6 +25,7 @@ __all__ = [
     "Options",
     "Probabilities",
     "Product",
+    "QuantizedSlot",
     "Shards",
     "Source",
     "Target",
@@ -60,7 +61,7 @@ class Product(NamedTuple):
 
     input: Any
     weight: Any
-    """An array, or for MLX a `xent.QuantizedWeight`."""
+    """An array, for MLX a `xent.QuantizedWeight`, or for PyTorch a `xent.QuantizedRows`."""
     bias: Any = None
     workspace: int | None = None
     """Bytes that the logits alive at one time may take; None for the device's default."""
@@ -271,6 +272,14 @@ class GroupSlot:
     """Stands for a process group."""
 
     place: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedSlot:
+    """Stands for a `xent.QuantizedRows`."""
+
+    place: int
+    shape: tuple[int, int]
 
 
 def differs(number: Any, neutral: float) -> bool:

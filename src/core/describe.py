@@ -35,6 +35,7 @@ from xent.core.spec import (
     LOG_PROB_STATS,
     STAT_NAMES,
     LinearTeacher,
+    QuantizedRows,
     QuantizedWeight,
     Subset,
     Support,
@@ -77,6 +78,7 @@ _ARRAYS = (
 )
 _PARTS: dict[type, tuple[str, ...]] = {
     QuantizedWeight: ("packed", "scales", "biases"),
+    QuantizedRows: ("packed",),
     LinearTeacher: ("input", "weight", "bias"),
     TopKTeacher: ("ids", "log_probs"),
     Support: ("ids", "offsets"),
@@ -88,7 +90,7 @@ _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
 """The options that may be 0-d tensors, also on the CPU."""
 _HINTS = {
     "mlx.nn": ": pass linear_weight, linear_bias = xent.integrations.mlx.classifier(module)",
-    "torch.nn.modules": ": pass module.weight, and linear_bias=module.bias",
+    "torch.nn.modules": ": pass linear_weight, linear_bias = xent.integrations.torch.classifier(module)",
 }
 _REQUIRED = (
     "logits",
@@ -273,6 +275,8 @@ def _source(
         vocabulary = array.shape[axis]
         source = Given(array, axis, given["inplace"])
         rows = tuple(array.shape[:axis] + array.shape[axis + 1 :])
+    if shards is not None and isinstance(given.get("linear_weight"), QuantizedRows):
+        raise ValueError("vocab_parallel must be None for a QuantizedRows: pass the shard's rows in a floating dtype")
     if vocabulary == 0 and shards is None:
         raise ValueError(f"there must be at least one class, got 0 with {name} of shape {tuple(array.shape)}")
     return source, rows, axis, vocabulary
@@ -390,10 +394,10 @@ def _one_framework(arrays: dict[str, Any]) -> str:
                 raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
             if str(array.layout) != "torch.strided":
                 raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
-            if hasattr(array, "full_tensor"):
+            if hasattr(array, "full_tensor") or (name in _REQUIRED and kind.__module__.startswith("torchao.")):
                 raise TypeError(
                     f"{name} must be a plain tensor, got a {type(array).__name__}: pass {name}.to_local() or "
-                    f"{name}.full_tensor()"
+                    f"{name}.full_tensor(), of a quantized head what xent.integrations.torch.classifier(module) returns"
                 )
         elif framework == "numpy" and hasattr(array, "mask"):
             raise TypeError(

@@ -9,8 +9,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xent.core.call import ArraySlot, Call, Dense, GroupSlot, NumberSlot, replaced
+from xent.core.call import ArraySlot, Call, Dense, GroupSlot, NumberSlot, QuantizedSlot, replaced
 from xent.core.describe import Describer
+from xent.core.spec import QuantizedRows
 from xent.core.validate import POSITIVE, RANGES
 
 __all__ = ["FUNCTIONS", "Function", "binder", "bucket", "is_inside", "register", "with_slots"]
@@ -75,13 +76,16 @@ def with_slots(call: Call, numbers: dict[str, NumberSlot]) -> Call:
 
 
 def _mapped(record: Any, change: Callable[[ArraySlot], ArraySlot]) -> Any:
-    """Return a record with other slots of arrays, also in its records."""
-    return type(record)(
-        *[
-            change(field) if isinstance(field, ArraySlot) else _mapped(field, change) if _is_record(field) else field
-            for field in record
-        ]
-    )
+    """Return a record with other slots of arrays, also in its records and quantized classifiers."""
+    fields = []
+    for field in record:
+        if isinstance(field, ArraySlot):
+            fields.append(change(field))
+        elif isinstance(field, QuantizedRows):
+            fields.append(QuantizedSlot(field.packed.place, field.shape))
+        else:
+            fields.append(_mapped(field, change) if _is_record(field) else field)
+    return type(record)(*fields)
 
 
 def _is_record(field: Any) -> bool:
@@ -89,7 +93,7 @@ def _is_record(field: Any) -> bool:
 
 
 Operands = list[Any]
-_SLOTS = (ArraySlot, NumberSlot, GroupSlot)
+_SLOTS = (ArraySlot, NumberSlot, GroupSlot, QuantizedSlot)
 
 
 def binder(record: Any) -> Callable[[Operands], Any]:

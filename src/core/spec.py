@@ -1,5 +1,6 @@
 """Public descriptions of arguments and results, and the exception of xent. Imports no framework."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "BackendError",
     "BackendInfo",
     "LinearTeacher",
+    "QuantizedRows",
     "QuantizedWeight",
     "Stats",
     "Subset",
@@ -104,6 +106,37 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, eq=False)
+class QuantizedRows:
+    """A frozen quantized classifier (V, D) of PyTorch tensors, for a linear loss or a teacher. It gets no gradient.
+
+    Matrix products dequantize a range of its classes at a time, so that it never exists as a whole in another dtype.
+    `xent.integrations.torch.classifier` makes one of a head of bitsandbytes or torchao. A target's logit is rounded to
+    the dtype of the product, like the other logits, except in log-probabilities.
+
+    Parameters
+    ----------
+    packed : torch.Tensor
+        The quantized weight, in any form. Only its device is used.
+    shape : (int, int)
+        V and D.
+    rows : callable (start, stop, dtype) -> tensor (stop - start, D)
+        Returns the rows of the classes [start, stop) in a torch.dtype.
+
+    Examples
+    --------
+    >>> import torch, xent
+    >>> packed, scale = torch.ones(100, 8, dtype=torch.int8), 0.5
+    >>> head = xent.QuantizedRows(packed, (100, 8), lambda start, stop, dtype: packed[start:stop].to(dtype) * scale)
+    >>> xent.linear_cross_entropy(torch.zeros(2, 8), head, torch.tensor([3, 7]))
+    tensor(4.6052)
+    """
+
+    packed: Any
+    shape: tuple[int, int]
+    rows: Callable[[int, int, Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Support:
     """The classes that a sampler with top-k, top-p or min-p allowed for each row.
 
@@ -182,8 +215,8 @@ class LinearTeacher:
     ----------
     input : array (..., D'); float64, float32, bfloat16 or float16
         Hidden states, one for each row of the student.
-    weight : array (V, D'), the dtype of input; or QuantizedWeight
-        The teacher's classifier. For MLX it may be quantized.
+    weight : array (V, D'), the dtype of input; or QuantizedWeight or QuantizedRows
+        The teacher's classifier. For MLX and PyTorch it may be quantized.
     bias : array (V,), the dtype of input, optional
         Bias of the classifier.
     softcap : float > 0, optional

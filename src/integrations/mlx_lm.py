@@ -1,12 +1,12 @@
-"""Loss and log-probabilities of mlx-lm's models from hidden states, without logits.
+"""Loss and log-probabilities of the models of mlx-lm and mlx-vlm from hidden states, without logits.
 
-`loss` replaces `mlx_lm.tuner.trainer.default_loss`. mlx-lm's models return logits. To get the hidden states, the model
-runs with a temporary head that stores its input and returns a few known numbers instead of logits (probes). From the
-numbers that the model returns for the probes, a softcap or a scale of the logits is derived, so that no configuration
-has to be read.
+`loss` replaces `mlx_lm.tuner.trainer.default_loss`. The models return logits, or an object that has them. To get the
+hidden states, the model runs with a temporary head that stores its input and returns a few known numbers instead of
+logits (probes). From the numbers that the model returns for the probes, a softcap or a scale of the logits is derived,
+so that no configuration has to be read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,13 @@ from xent.integrations.mlx import FUSE_FIRST, classifier, is_adapted
 __all__ = ["log_probs", "loss"]
 
 _PROBES = (0.0, 2.0**-13, 1.0, -7.0, 40.0, 1e9)
+_Inputs = Mapping[str, Any] | None
 _HINT = "use mlx_lm.tuner.trainer.default_loss for this model, or xent.log_probs on its logits"
 
 
-def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
+def loss(
+    model: nn.Module, batch: mx.array, lengths: mx.array, *, inputs: _Inputs = None, **options: Any
+) -> tuple[mx.array, mx.array]:
     """Compute the same as ``mlx_lm.tuner.trainer.default_loss``, without storing the logits.
 
     The result is the mean cross entropy in float32 of the tokens t with lengths[i, 0] <= t <= lengths[i, 1], each
@@ -36,11 +39,14 @@ def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -
     Parameters
     ----------
     model : mlx.nn.Module
-        A model of mlx-lm: tokens (B, T) to logits (B, T, V).
+        A model of mlx-lm or mlx-vlm: tokens (B, T) to logits (B, T, V), or to an object with these as ``logits``.
     batch : integer array (B, T + 1)
         Tokens, padded.
     lengths : integer array (B, 2)
         The first and the last position that is counted in each row.
+    inputs : mapping of str to values, optional
+        Other arguments of the model, by their names: ``{"pixel_values": images}`` for one of mlx-vlm. What has a value
+        per token, such as a mask, must be that of the tokens ``batch[:, :-1]``.
     **options
         Options of `xent.linear_cross_entropy`: label_smoothing, z_loss, weight, workspace, backend.
 
@@ -65,11 +71,18 @@ def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -
     >>> (value, ntoks), grads = nn.value_and_grad(model, loss)(model, batch, lengths)  # doctest: +SKIP
     """
     counts = _counts(batch, lengths)
-    found = linear_cross_entropy(**_linear(model, batch, counts), **options)
+    found = linear_cross_entropy(**_linear(model, batch, counts, inputs), **options)
     return found, counts.sum()
 
 
-def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None, **options: Any) -> Any:
+def log_probs(
+    model: nn.Module,
+    batch: mx.array,
+    lengths: mx.array | None = None,
+    *,
+    inputs: _Inputs = None,
+    **options: Any,
+) -> Any:
     """Compute the log-probability of each token of a batch, given the tokens before it, without storing the logits.
 
     This equals ``mx.take_along_axis(nn.log_softmax(model(batch[:, :-1]), -1), batch[:, 1:, None], -1)`` without the
@@ -78,12 +91,14 @@ def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None
     Parameters
     ----------
     model : mlx.nn.Module
-        A model of mlx-lm: tokens (B, T) to logits (B, T, V).
+        A model of mlx-lm or mlx-vlm: tokens (B, T) to logits (B, T, V), or to an object with these as ``logits``.
     batch : integer array (B, T + 1)
         Tokens, padded.
     lengths : integer array (B, 2), optional
         The first and the last position that is counted in each row, as in `loss`. The others have log-probability 0 and
         no gradient. None: all are counted.
+    inputs : mapping of str to values, optional
+        Other arguments of the model, as in `loss`.
     **options
         Options of `xent.linear_log_probs`: temperature, support, entropy, stats, workspace, backend. ``temperature``
         and ``support`` are aligned with the tokens ``batch[:, 1:]``.
@@ -107,7 +122,7 @@ def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None
     >>> answers = log_probs(model, batch, lengths).sum(-1)  # doctest: +SKIP
     """
     counts = mx.ones(batch[:, 1:].shape, mx.bool_) if lengths is None else _counts(batch, lengths)
-    return linear_log_probs(**_linear(model, batch, counts), **options)
+    return linear_log_probs(**_linear(model, batch, counts, inputs), **options)
 
 
 def _counts(batch: mx.array, lengths: mx.array) -> mx.array:
@@ -116,9 +131,9 @@ def _counts(batch: mx.array, lengths: mx.array) -> mx.array:
     return mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
 
 
-def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, Any]:
+def _linear(model: nn.Module, batch: mx.array, counts: mx.array, inputs: _Inputs) -> dict[str, Any]:
     """Return the arguments of `xent.linear_cross_entropy` for the hidden states of all tokens but the last."""
-    head, hidden, softcap, scale = _before_head(model, batch[:, :-1])
+    head, hidden, softcap, scale = _before_head(model, batch[:, :-1], inputs or {})
     weight, bias = classifier(head)
     if isinstance(weight, mx.array):
         common = mx.result_type(weight, hidden)
@@ -134,13 +149,15 @@ def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, An
     }
 
 
-def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.array, float | None, float]:
+def _before_head(
+    model: nn.Module, tokens: mx.array, inputs: Mapping[str, Any]
+) -> tuple[nn.Module, mx.array, float | None, float]:
     """Return the head, its input (the hidden states, (B, T, D)), and softcap and scale of the logits."""
     seen: list[tuple[nn.Module, mx.array]] = []
     kind = type(model).__module__
     with _capturing(model, seen):
         try:
-            made = model(tokens)
+            made = model(tokens, **inputs)
         except ValueError as error:
             if not seen:
                 raise
@@ -148,7 +165,7 @@ def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.arra
     if len(seen) != 1:
         raise ValueError(f"the head of {kind} was called {len(seen)} times where once was expected: {_hint(model)}")
     head, hidden = seen[0]
-    return head, hidden, *_after_head(made, hidden.ndim, kind)
+    return head, hidden, *_after_head(getattr(made, "logits", made), hidden.ndim, kind)
 
 
 @contextmanager
@@ -176,8 +193,15 @@ def _hint(model: nn.Module) -> str:
 
 
 def _outside_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return names and modules that do not belong to the list of layers."""
-    return [(name, module) for name, module in model.named_modules() if not any(map(str.isdigit, name.split(".")))]
+    """Return names and modules that belong neither to the list of layers nor to what mlx-vlm adds for other media.
+
+    The embeddings of these are not those of tokens.
+    """
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if not name.startswith(("vision", "visual", "audio")) and not any(map(str.isdigit, name.split(".")))
+    ]
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:

@@ -1,10 +1,16 @@
-"""Replacement of attributes of other packages, and the context manager that both `patch` functions return."""
+"""Replacement of attributes of other packages, and the context manager that both `patch` functions return.
 
+Also the names of functions, for messages about what others have replaced, and about what reads logits.
+"""
+
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Patch", "replace", "restore"]
+from torch import Tensor
+
+__all__ = ["Patch", "inner", "name_of", "replace", "restore"]
 
 _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 """(object, attribute) -> the original value and the one that replaces it."""
@@ -38,3 +44,18 @@ def restore(place: Any, name: str) -> None:
     theirs, ours = _replaced.pop((place, name), (None, None))
     if ours is not None and getattr(place, name, None) is ours:
         setattr(place, name, theirs)
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name for messages, for example `Tensor.max`."""
+    function = inner(function)
+    name = getattr(function, "__name__", type(function).__name__)
+    name = function.__self__.__name__ if name == "__get__" else name
+    return f"Tensor.{name}" if hasattr(Tensor, name) else str(getattr(function, "__qualname__", name))
+
+
+def inner(function: Any) -> Any:
+    """Return the function inside of decorators such as accelerate's, of a functools.partial and of a method."""
+    function = inspect.unwrap(function)
+    function = getattr(function, "func", function)
+    return getattr(function, "__func__", function)

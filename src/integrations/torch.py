@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from xent.api import cross_entropy, linear_cross_entropy
+from xent.backends.torch.quantized import classifier
 from xent.core.validate import check_options
 
-__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
+__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier"]
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

@@ -13,16 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 import xent
 from xent.integrations.patch import Patch, replace, restore
 
 __all__ = [
+    "COMPUTES",
+    "WITHOUT_PATCH",
     "ChunkedDivergenceFunction",
     "ChunkedLogProbFunction",
     "Patch",
+    "computes_with",
+    "entropy_from_logits",
     "patch",
+    "row_entropy",
     "selective_log_softmax_and_entropy",
     "unpatch",
 ]
@@ -164,6 +170,46 @@ def selective_log_softmax_and_entropy(
     return log_probs.float(), entropy.float()
 
 
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    """Compute the entropy of each row of logits, with the signature of the function in `trl.trainer.utils`.
+
+    The logits of a model that `xent.integrations.transformers.patch` has patched are not stored for it.
+
+    Parameters
+    ----------
+    logits : tensor (..., V), float
+        Unnormalised scores.
+    chunk_size : int
+        The rows of TRL's chunks. Ignored: xent chooses its own.
+
+    Returns
+    -------
+    entropy : tensor (...), float32 (float64 for float64 logits)
+        In nats. Differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `xent.log_probs`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xent.integrations.trl import entropy_from_logits
+    >>> entropy_from_logits(torch.zeros(2, 4))
+    tensor([1.3863, 1.3863])
+    """
+    return row_entropy(logits, -1)
+
+
+def row_entropy(logits: Tensor, dim: int) -> Tensor:
+    """Return the entropy of each row. A tensor with `__torch_function__`, such as deferred logits, computes its own."""
+    if has_torch_function((logits,)):
+        return handle_torch_function(row_entropy, (logits,), logits, dim)
+    classes = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return xent.log_probs(logits, classes, entropy=True)[1]
+
+
 class ChunkedDivergenceFunction:
     """The divergence of a student from a teacher, with the signature of TRL's function for its distillation trainer.
 
@@ -279,6 +325,7 @@ class _Place:
 _PLACES = (
     _Place("trl.trainer.utils", "_ChunkedLogProbFunction", ChunkedLogProbFunction),
     _Place("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", ChunkedDivergenceFunction),
+    _Place("trl.trainer.utils", "entropy_from_logits", entropy_from_logits),
     _Place("trl.trainer.utils", "_fused_logprob_entropy", selective_log_softmax_and_entropy, needs_triton=True),
 )
 
@@ -319,6 +366,36 @@ def unpatch() -> None:
     for place in _PLACES:
         if place.module in sys.modules:
             restore(sys.modules[place.module], place.name)
+
+
+def computes_with(model: nn.Module) -> str:
+    """Return which library computes the log-probabilities in TRL's forward of a model: "xent" or "trl".
+
+    TRL's `add_fused_lm_head` replaces the forward of a model by one that computes log-probabilities from hidden states
+    and does not call the head. It looks its kernel up in its own module, where `xent.integrations.trl.patch` installs
+    xent's. Return "" if the model's forward is not TRL's.
+    """
+    for forward in [vars(module).get("forward") for module in model.modules()]:
+        while forward is not None:
+            names = getattr(forward, "__globals__", {})
+            if names.get("__name__") == "trl.trainer.utils":
+                module = getattr(names.get("_ChunkedLogProbFunction"), "__module__", "")
+                return "xent" if module.startswith("xent.") else "trl"
+            forward = getattr(forward, "__wrapped__", None)
+    return ""
+
+
+COMPUTES = {
+    "xent": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, xent computes "
+    "log-probabilities from hidden states, without logits.",
+    "trl": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, kernels of TRL's compute "
+    "log-probabilities from hidden states, until you call xent.integrations.trl.patch().",
+}
+"""Texts for a model whose forward TRL replaced, by the library that computes its log-probabilities."""
+WITHOUT_PATCH = (
+    "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
+    "xent.integrations.trl.patch()"
+)
 
 
 def _find(place: _Place) -> Any:

@@ -47,19 +47,19 @@ def linear_cross_entropy(
     reduction : "none", "sum" or "mean", in any case; None is "none"
         The reduction of the log-probabilities. The mean is over all N tokens.
     dist_process_group : torch.distributed.ProcessGroup, optional
-        The tensor-parallel group. A group of more than one process raises an error.
+        The tensor-parallel group. Each of its R ranks passes its own rows of the classifier as ``weight``, V / R in the
+        order of ranks, and the same hidden states and labels.
 
     Returns
     -------
-    log_probs : tensor, float32
-        (N,) for "none", 0-d for the others. Differentiable.
+    log_probs : tensor, float32 (float64 for float64 inputs, like entropy)
+        (N,) for "none", 0-d for the others. Differentiable. With a group, results are the same on every rank, and the
+        gradient of the hidden states is 1 / R of the whole: Megatron's layers before the head add it up over ranks.
     entropy : tensor (N,), float32
         One value per token for every reduction. Differentiable.
 
     Raises
     ------
-    NotImplementedError
-        The process group has several processes.
     TypeError, ValueError, IndexError
         As in `xent.linear_log_probs`; also for another reduction.
 
@@ -71,14 +71,13 @@ def linear_cross_entropy(
     >>> log_probs, entropy
     (tensor([-1.3863, -1.3863, -1.3863]), tensor([1.3863, 1.3863, 1.3863]))
     """
+    shards, rows = None, len(weight)
     if dist_process_group is not None:
-        processes = torch.distributed.get_world_size(dist_process_group)
-        if processes > 1:
-            raise NotImplementedError(
-                "dist_process_group must be None, or a group of one process, because weight has to hold the whole "
-                f"vocabulary; got a group of {processes}. For a classifier in shards, call xent.linear_log_probs with "
-                "vocab_parallel"
-            )
+        ranks = dist_process_group.size()
+        shards = xent.VocabParallel(dist_process_group, first=dist_process_group.rank() * rows, size=ranks * rows)
+        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / ranks)
     how = "none" if reduction is None else str(reduction).lower()
     if how not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))} or None, got {reduction!r}")
@@ -88,8 +87,8 @@ def linear_cross_entropy(
         labels.reshape(-1),
         temperature=1.0 if temperature is None else temperature,
         entropy=True,
+        vocab_parallel=shards,
     )
-    log_probs, entropy = log_probs.float(), entropy.float()
     if how != "none":
         tokens = max(len(log_probs), 1)
         log_probs = log_probs.sum() / (tokens if how == "mean" else 1)
@@ -142,4 +141,4 @@ class FusedLinearForPPO(torch.nn.Module):
         log_probs, entropy = xent.linear_log_probs(
             hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
         )
-        return log_probs.float(), entropy.float()
+        return log_probs, entropy

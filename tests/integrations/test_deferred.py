@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.integrations.models import deferring, device
+from xent.integrations.transformers import calls
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
+from xent.integrations.trl import entropy_from_logits
 
 
 def heads(bias: bool = True) -> tuple[nn.Linear, nn.Linear, Tensor]:
@@ -69,6 +73,8 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "a number a class, and the first classes": lambda z: mean(
         torch.add(z, NUMBERS)[..., :12] * 2, TARGET.clamp(max=11)
     ),
+    "sum of dtypes": lambda z: mean(z + z.to(torch.float64)).float(),
+    "two numbers a class": lambda z: mean(z + NUMBERS + NUMBERS),
     "probabilities": lambda z: F.cross_entropy(z.view(10, 16), torch.full((10, 16), 1 / 16, device=device)),
     "trained probabilities": lambda z: F.cross_entropy(
         z.view(10, 16), torch.full((10, 16), 1 / 16, device=device, requires_grad=True)
@@ -86,13 +92,11 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "a number a row": lambda z: mean(z + NUMBERS[:5, None]),
     "a number an element": lambda z: mean(z + NUMBERS.expand(2, 5, 16)),
     "a number a class of another dtype": lambda z: mean(z + NUMBERS.double()).float(),
-    "two numbers a class": lambda z: mean(z + NUMBERS + NUMBERS),
     "a number a class after a scale": lambda z: mean(z * 2 + NUMBERS),
     "a new axis": lambda z: mean((z + NUMBERS.view(1, 1, 1, 16))[0]),
     "infinite scale": lambda z: mean(z * float("inf")).detach().nan_to_num() + mean(z),
     "scaled, and another": lambda z: mean(z * 2 + z * 0.5),
     "sum over rows": lambda z: mean(z + z[:1]),
-    "sum of dtypes": lambda z: mean(z + z.to(torch.float64)).float(),
     "an ellipsis for no axis": lambda z: mean(z[:, :, :12, ...], TARGET.clamp(max=11)),
     "classes in the middle": lambda z: F.cross_entropy(z, TARGET.new_zeros(2, 16)),
     "elements": lambda z: z[torch.ones(2, 5, 16, dtype=torch.bool, device=device)].sum(),
@@ -204,7 +208,7 @@ def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
 def test_sum_with_bias_in_both(fused: list[tuple[int, ...]]) -> None:
     plain, deferring, hidden = heads()
     torch.testing.assert_close(mean(deferring(hidden) + deferring(hidden)), mean(plain(hidden) * 2))
-    assert not fused
+    assert fused == [(10, 16)]
 
 
 def test_properties_known_without_computing() -> None:
@@ -509,3 +513,107 @@ def test_a_mask_that_changes_before_the_logits_are_read() -> None:
     chosen, expected = deferring(hidden)[mask], plain(hidden)[mask]
     mask[:] = False
     torch.testing.assert_close(chosen + 0, expected)
+
+
+READ: dict[str, Callable[[Tensor], Any]] = {
+    "argmax": lambda z: z.argmax(-1),
+    "argmax of a kept axis": lambda z: torch.argmax(z, dim=2, keepdim=True),
+    "argmax of shifted logits": lambda z: z[..., :-1, :].contiguous().argmax(dim=-1),
+    "argmax of the first classes": lambda z: z[..., :12].argmax(-1),
+    "argmax of chosen rows": lambda z: z[TARGET >= 0].argmax(-1),
+    "argmax of one row": lambda z: z[1, 2].argmax(0),
+    "argmax of no rows": lambda z: z[:0].argmax(-1),
+    "max": lambda z: z.max(-1),
+    "max of a kept axis": lambda z: torch.max(z * -3, dim=-1, keepdim=True),
+    "logsumexp": lambda z: z.logsumexp(-1),
+    "logsumexp after a softcap": lambda z: torch.logsumexp(torch.tanh(z / 2) * 2, dim=-1),
+    "logsumexp with numbers and in another dtype": lambda z: (z + NUMBERS).double().logsumexp(-1),
+    "logsumexp of a sum": lambda z: (z + z).logsumexp(-1),
+    "entropy": entropy_from_logits,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("use", READ)
+def test_reading_without_storing(use: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are computed from chunks of three rows, and their gradients from the same chunks."""
+    monkeypatch.setattr(calls, "rows_per_chunk", lambda *args: 8)
+    plain, deferring, hidden = heads()
+    logits = deferring(hidden)
+    with torch.set_grad_enabled(grad):
+        ours, theirs = tree_leaves(READ[use](logits)), tree_leaves(READ[use](plain(hidden)))
+    assert is_open(logits)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    if grad and "argmax" not in use:
+        torch.testing.assert_close(
+            *[
+                gradients_of(read[0].square().sum(), deferring if read is ours else plain, hidden)
+                for read in (ours, theirs)
+            ]
+        )
+
+
+def test_rows_that_are_read_in_chunks_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL splits the rows and takes the log-probabilities of a part without gradients."""
+    monkeypatch.setattr(calls, "rows_per_chunk", lambda *args: 8)
+    plain, deferring, hidden = heads()
+    logits = deferring(hidden)
+    with torch.no_grad():
+        for read in (
+            lambda z: [F.log_softmax(part, dim=-1) for part in z.reshape(-1, 16).split(4, dim=0)],
+            lambda z: [part.softmax(-1, dtype=torch.float64) for part in torch.split(z, 1)],
+            lambda z: z[0, :3].log_softmax(1),
+        ):
+            assert is_open(logits)
+            torch.testing.assert_close(read(logits), read(plain(hidden)))
+        assert is_open(logits)
+        torch.testing.assert_close(logits.softmax(-1), plain(hidden).softmax(-1))
+    assert not is_open(logits)  # all probabilities take as much memory as all logits
+
+
+def test_reading_after_the_weights_changed() -> None:
+    _, deferring, hidden = heads()
+    logits = deferring(hidden)
+    squares = logits.logsumexp(-1).square().sum()
+    with torch.no_grad():
+        deferring.weight.mul_(2)
+    for late in (lambda: logits.argmax(-1), squares.backward):
+        with pytest.raises(RuntimeError, match="never computed, and cannot be"):
+            late()
+
+
+MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "to": lambda z, there: z.to(there),
+    "to another dtype": lambda z, there: z.to(there, torch.float64),
+    "send_to_device": lambda z, there: send_to_device({"logits": z}, there, non_blocking=True)["logits"],
+    "cuda": lambda z, there: z.cuda() if there == "cuda" else z.to(device=there),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moved_to_another_device(move: str, fused: list[tuple[int, ...]]) -> None:
+    """Accelerate moves the outputs of a model to the device of its inputs; nothing is computed for that.
+
+    On a machine without GPU the other device is "meta", whose tensors have no values.
+    """
+    plain, deferring, hidden = heads()
+    there = "meta" if device == "cpu" else "cpu"
+    logits, real = deferring(hidden), plain(hidden)
+    loss = mean(logits)
+    moved = MOVES[move](logits, there)
+    assert is_open(logits)
+    assert is_open(moved)
+    assert (moved.device.type, moved.dtype) == (there, MOVES[move](real, there).dtype)
+    torch.testing.assert_close(loss, mean(real))
+    assert moved.argmax(-1).device.type == there
+    assert moved[:, :-1].float().logsumexp(-1).device.type == there
+    assert is_open(logits)
+    if there == "cpu":
+        target, elsewhere = TARGET.cpu(), MOVES[move](real, there)
+        losses = [mean(each, target, weight=NUMBERS.exp().cpu()) for each in (moved, elsewhere)]
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(moved[target >= 0].argmax(-1), elsewhere[target >= 0].argmax(-1))
+        torch.testing.assert_close(gradients_of(losses[0], deferring, hidden), gradients_of(losses[1], plain, hidden))
+        assert len(fused) == 2
+        assert is_open(logits)
+        torch.testing.assert_close(moved + 0, elsewhere)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.integrations.models import SMALL
+from tests.integrations.models import SMALL, device
 from tests.integrations.training import run
+from xent.integrations.transformers import calls, explain, patch, unpatch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
@@ -73,3 +74,39 @@ def test_logits_are_never_stored(name: str, tmp_path: Path, largest: Largest) ->
 def test_stored_logits_are_detected(tmp_path: Path, largest: Largest) -> None:
     train(tmp_path, False, {})
     assert largest.elements >= LOGITS
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Compute the entropy of each row from parts of the rows, as TRL and verl do."""
+    parts = [torch.log_softmax(part, -1) for part in logits.reshape(-1, VOCABULARY).split(16)]
+    return torch.cat([-(part.exp() * part).sum(-1) for part in parts])
+
+
+def step(model: Any, tokens: Tensor, logs: bool) -> list[Any]:
+    """Make a step of TRL's supervised fine-tuning, which may log accuracy and entropy of the step."""
+    outputs = model(input_ids=tokens, labels=tokens)
+    logged: list[Any] = []
+    if logs:
+        with torch.no_grad():
+            shifted = outputs.logits[..., :-1, :].contiguous()
+            logged = [(shifted.argmax(dim=-1) == tokens[:, 1:]).float().mean(), entropy(outputs.logits)]
+    outputs.loss.backward()
+    return logged
+
+
+def test_metrics_of_a_training_step(largest: Largest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that logs accuracy and entropy stores no logits, and warns of nothing."""
+    monkeypatch.setattr(calls, "rows_per_chunk", lambda rows, *args: min(rows, 64))
+    config = transformers.Gemma2Config(**{**SMALL, "vocab_size": VOCABULARY, "head_dim": 8})
+    model, tokens = transformers.Gemma2ForCausalLM(config).to(device), torch.arange(4 * LENGTH, device=device)
+    tokens = tokens.view(ROWS, LENGTH) % VOCABULARY
+    patch(model)
+    most = []
+    for logs in (False, True):
+        largest.elements = 0
+        ours = step(model, tokens, logs)
+        most.append(largest.elements)
+    assert most[1] == most[0] < LOGITS // 4 + 1
+    assert "computed besides" not in explain(model)
+    unpatch(model)
+    torch.testing.assert_close(ours, step(model, tokens, True), rtol=1e-5, atol=1e-5)

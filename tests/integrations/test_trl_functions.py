@@ -13,10 +13,13 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as TheirDiv
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction as TheirLogProbs
 
-from tests.integrations.models import device
+from tests.integrations.models import batch, device, make
+from xent.integrations.transformers import patch
+from xent.integrations.transformers.deferred import is_open
 from xent.integrations.trl import (
     ChunkedDivergenceFunction,
     ChunkedLogProbFunction,
+    entropy_from_logits,
     selective_log_softmax_and_entropy,
 )
 
@@ -338,3 +341,22 @@ def test_masked_rows_of_any_integer_dtype(dtype: torch.dtype) -> None:
     assert expected[0][1] == 0
     found = selective_log_softmax_and_entropy(logits, index.to(dtype), row_mask=mask)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("theirs", [True, False], ids=["TRL's function", "xent's"])
+def test_entropy_of_a_patched_model(theirs: bool) -> None:
+    """TRL's function takes parts of the rows on a CPU; on a GPU it calls a kernel, which reads all logits."""
+    function = trainer_utils.entropy_from_logits if theirs and device == "cpu" else entropy_from_logits
+    model, inputs = make("gemma2"), batch(rows=4, length=40)
+    expected = trainer_utils.entropy_from_logits(model(**inputs).logits)
+    with patch(model), torch.no_grad():
+        outputs = model(**inputs)
+        torch.testing.assert_close(function(outputs.logits), expected, rtol=1e-5, atol=1e-5)
+        assert is_open(outputs.logits)
+
+
+def test_entropy_has_the_gradient_of_logits() -> None:
+    logits = torch.randn(3, 4, 33, device=device, requires_grad=True)
+    results = [function(logits) for function in (trainer_utils.entropy_from_logits, entropy_from_logits)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*[torch.autograd.grad(each.square().sum(), logits)[0] for each in results])

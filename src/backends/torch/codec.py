@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from xent.backends.torch.refusals import NO_QUANTIZED
 from xent.core import call as calls
 from xent.core.call import Call, fields_of
+from xent.core.spec import QuantizedRows
 
 __all__ = ["Places", "parse", "places_of", "put", "split", "take", "text"]
 
@@ -70,6 +72,8 @@ def text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int):
         return str(operator.index(value))
+    if isinstance(value, QuantizedRows):
+        raise NotImplementedError(NO_QUANTIZED)
     return f'"{value.group_name}"'  # a process group
 
 

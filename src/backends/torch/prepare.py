@@ -26,12 +26,13 @@ from xent.core.call import (
     Options,
     Probabilities,
     Product,
+    QuantizedSlot,
     TopK,
     gathered,
     replaced,
     vocabulary_of,
 )
-from xent.core.spec import LARGEST, ROW_STATS, Stats, bounded
+from xent.core.spec import LARGEST, ROW_STATS, QuantizedRows, Stats, bounded
 from xent.core.validate import check_options, check_subset
 
 __all__ = ["classes_last", "is_last", "is_per_row", "is_prepared", "prepare", "rows_of", "shaped", "typed"]
@@ -79,8 +80,8 @@ def _with_dtype(source: Product, prefix: str) -> Product:
     """Select the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
     if source.dtype is not None:
         return source
-    values, weight = source.input, source.weight
-    dtype, device = values.dtype, values.device.type
+    values, dtype, device = source.input, source.input.dtype, source.input.device.type
+    weight = values if isinstance(source.weight, (QuantizedRows, QuantizedSlot)) else source.weight
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and torch.float64 not in (dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)

@@ -1,19 +1,23 @@
 """The matrix products of a linear loss: logits from hidden states, and the gradients that come back from them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part
+from xent.backends.torch.contract import Part, wide
 from xent.backends.torch.memory import cast, span
 from xent.core.call import Product
 from xent.core.chunks import MOST_ROUNDED_SUMS
+from xent.core.spec import QuantizedRows
 
 __all__ = ["Classifier", "ProductSum", "float_product", "kept_dtype", "padded_columns", "rounds_sums"]
 
 _ALIGNED, _PADDED = 8, 64  # elements
 _TILE_BYTES = 2 * 2**20
+_PIECE_BYTES = 32 * 2**20
+"""Of the classes that are dequantized at a time: some thousand, so that products take no longer than with all."""
 
 
 def padded_columns(classes: int, device: torch.device) -> int:
@@ -39,14 +43,15 @@ class Classifier:
         if self.hidden.dim() != 2:
             self.hidden = self.hidden.reshape(self.hidden.shape[:-1].numel(), self.hidden.shape[-1])
         self.columns = padded_columns(width, self.hidden.device)
-        self.padded = cast(self._extended(source.weight), self.compute)
-        """(columns, D) in the compute dtype."""
+        self.quantized: Any = source.weight if isinstance(source.weight, QuantizedRows) else None
+        self.padded: Any = None if self.quantized else cast(self._extended(source.weight), self.compute)
+        """(columns, D) in the compute dtype; None of a quantized classifier."""
         self.padded_bias = None if source.bias is None else cast(self._extended(source.bias), self.compute)
 
     @property
-    def weight(self) -> Tensor:
-        """(C, D) in the compute dtype."""
-        return span(self.padded, 0, self.classes)
+    def weight(self) -> Any:
+        """(C, D) in the compute dtype; None of a quantized classifier."""
+        return None if self.quantized else span(self.padded, 0, self.classes)
 
     @property
     def bias(self) -> Tensor | None:
@@ -69,9 +74,33 @@ class Classifier:
 
         `hidden` has the compute dtype. `out` may be float32 if the compute dtype is narrower.
         """
+        if self.quantized is not None:
+            for piece, rows in self._pieces():
+                self._write(hidden, rows, None if self.padded_bias is None else self.padded_bias[piece], out[:, piece])
+            return
         columns, bias = self.padded, self.padded_bias
         if classes is not None:
             columns, bias = columns[classes], None if bias is None else bias[classes]
+        self._write(hidden, columns, bias, out)
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ranges of classes of a quantized classifier, and their rows (C', D) in the compute dtype."""
+        step = max(_PIECE_BYTES // max(self.compute.itemsize * self.quantized.shape[1], 1), 1)
+        for start in range(0, self.classes, step):
+            stop = min(start + step, self.classes)
+            yield slice(start, stop), self.quantized.rows(start, stop, self.compute)
+
+    def times(self, grad: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return grad (R, columns) @ weight, (R, D), in `out` if given; of float16 factors otherwise in float32."""
+        if self.quantized is None:
+            return float_product(grad, self.padded) if out is None else torch.mm(grad, self.padded, out=out)
+        total = ProductSum(grad.new_empty(len(grad), self.quantized.shape[1]), wide(self.compute), 2)
+        for piece, rows in self._pieces():
+            total.add(grad[:, piece], rows)
+        return cast(total.result(), kept_dtype(grad.dtype)) if out is None else out.copy_(total.result())
+
+    def _write(self, hidden: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the logits (R, C') of rows (C', D) of the classifier."""
         columns = columns.t()
         if out.dtype == hidden.dtype:
             if bias is None:
@@ -116,7 +145,7 @@ def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) ->
 
 
 class ProductSum:
-    """The sum of left @ right over parts of rows: the gradient of the classifier, (columns, D).
+    """The sum of left @ right over parts: the gradient of the classifier (columns, D), or a product in pieces.
 
     In float32 and float64 the products are accumulated in place. For 16-bit dtypes the sum is float32. On CUDA products
     are added to it in float32. Elsewhere the factors are converted to float32 tile by tile. A single bfloat16 product
@@ -128,11 +157,11 @@ class ProductSum:
     token's target, it is 1.2 times.
     """
 
-    def __init__(self, source: Classifier, parts: int) -> None:
-        weight, compute = source.given.weight, source.compute
-        self._like, self._out = source.padded, kept_dtype(weight.dtype)
+    def __init__(self, like: Tensor, out: torch.dtype, parts: int) -> None:
+        """`like` has the sum's shape and the dtype of the products, `out` is the dtype of the gradient."""
+        self._like, self._out, compute = like, kept_dtype(out), like.dtype
         self._sum: Tensor | None = None
-        rounds = parts <= MOST_ROUNDED_SUMS and rounds_sums(compute, weight.dtype, weight.device)
+        rounds = parts <= MOST_ROUNDED_SUMS and rounds_sums(compute, out, like.device)
         alone = parts == 1 and compute == torch.bfloat16
         self._dtype = compute if compute.itemsize >= 4 or rounds or alone else torch.float32
 

@@ -14,6 +14,7 @@ __all__ = [
     "NO_BATCH",
     "NO_FORWARD_MODE",
     "NO_FUNCTIONALIZE",
+    "NO_QUANTIZED",
     "NO_SECOND",
     "NO_VMAP",
     "check_rows",
@@ -46,6 +47,10 @@ _NO_GRADIENT = "{0} requires a gradient, which xent does not compute: pass {0}.d
 _NO_TEACHER_GRADIENT = (
     "{0} requires a gradient, which a divergence does not give to its teacher or weights: run the teacher under "
     "torch.no_grad(), or pass {0}.detach()"
+)
+NO_QUANTIZED = (
+    "a QuantizedRows does not go through torch.compile, torch.export, transforms and modes: call the loss outside of "
+    "them"
 )
 _NO_JIT = "torch.jit.trace cannot record xent's functions: use torch.compile or torch.export"
 _NO_TRANSFORM_OF_SHARDS = (

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from xent.backends.torch import private
 from xent.core.call import ArraySlot, GroupSlot, NumberSlot, Shards
 from xent.core.signature import Function, bucket
-from xent.core.spec import LinearTeacher, Subset, Support, TopKTeacher, VocabParallel
+from xent.core.spec import LinearTeacher, QuantizedRows, Subset, Support, TopKTeacher, VocabParallel
 from xent.core.validate import RANGES, number_of
 
 __all__ = ["Signature", "signature_of", "slot_of", "stand_ins"]
@@ -106,6 +106,11 @@ def stand_ins(
             inner = {field: getattr(value, field) for field in fields}
             named = {field: name if field == "teacher" else f"{prefix}.{field}" for field in fields}
             return dataclasses.replace(value, **{field: stand_in(named[field], inner[field]) for field in fields})
+        if kind is QuantizedRows:
+            count += 1
+            packed = value.packed
+            facts = packed.dtype, packed.device, packed.requires_grad, False, False
+            return dataclasses.replace(value, packed=ArraySlot(place, tuple(packed.shape), (), *facts))
         if name == "vocab_parallel":
             count += 1
             if kind is Shards:
@@ -152,6 +157,10 @@ def _add(name: str, argument: Any, axis: int, parts: list[Any], operands: list[A
             raise _NotPlain
     elif kind in _CONSTANTS:
         parts.append((name, kind, argument))
+    elif kind is QuantizedRows:
+        packed = argument.packed
+        parts.append((name, kind, *argument.shape, packed.device, packed.requires_grad))
+        operands.append(argument)
     elif name == "vocab_parallel":
         _add_shards(argument, parts, operands)
     elif kind in (tuple, list) and all(type(entry) in _CONSTANTS for entry in argument):

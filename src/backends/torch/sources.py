@@ -13,7 +13,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Block, Part, Schedule, Selected, Setting, Steps, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
 from xent.backends.torch.portable.rows import index_of
-from xent.backends.torch.products import Classifier, ProductSum, float_product, kept_dtype, padded_columns, rounds_sums
+from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
@@ -136,6 +136,7 @@ class Computed(Stored):
         self._dtype = compute if rounds else wide(compute)
         self._overlays = divides and self._steps.overlays and self._dtype != compute
         self.tiles = self._steps.tiles and not self.wanted and shards is None and isinstance(target, Classes)
+        self.tiles = self.tiles and self._classifier.quantized is None
         self.skips = not self.tiles
         self._rooms: dict[Any, Tensor] = {}
         self._turn = 0
@@ -166,7 +167,7 @@ class Computed(Stored):
         hidden = source.hidden
         self._made = [
             hidden.new_empty(hidden.shape, dtype=kept_dtype(hidden.dtype)) if needs[0] else None,
-            ProductSum(source, schedule.chunks) if needs[1] else None,
+            ProductSum(source.padded, self._given.weight.dtype, schedule.chunks) if needs[1] else None,
             torch.zeros(source.columns, dtype=wide(source.compute), device=hidden.device) if needs[2] else None,
         ]
 
@@ -214,7 +215,7 @@ class Computed(Stored):
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
-        if loaded.logits is None:
+        if loaded.logits is None and self._classifier.quantized is None:
             loaded.grad = self._room("grad", loaded.part, self._setting.compute)
             arguments: Any = (self._classifier, loaded.selected, loaded.part, coefficients, loaded.grad)
             if self._steps.gradient_product(*arguments):
@@ -231,9 +232,9 @@ class Computed(Stored):
             grad[:, self._setting.width :] = 0
         if of_input is not None:
             if part.rows is None and of_input.dtype == grad.dtype:
-                torch.mm(grad, self._classifier.padded, out=of_input[part.start : part.stop])
+                self._classifier.times(grad, of_input[part.start : part.stop])
             else:
-                part.put(float_product(grad, self._classifier.padded), of_input)
+                part.put(self._classifier.times(grad), of_input)
         if part.last:
             self._send()
         if of_weight is not None:
@@ -264,7 +265,7 @@ class Computed(Stored):
 
     def _fitted(self, made: Tensor) -> Tensor:
         """Return the first C rows, with zeros up to the rows of the given classifier."""
-        classes, rows = self._setting.width, len(self._given.weight)
+        classes, rows = self._setting.width, self._given.weight.shape[0]
         more = () if rows == classes else (made.new_zeros(rows - classes, *made.shape[1:]),)
         return torch.cat((made[:classes], *more)) if more else span(made, 0, classes)
 
@@ -289,7 +290,9 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     compute = setting.compute
     if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
         return False
-    if source.input.dtype != compute or source.weight.dtype != compute or exact(setting.call):
+    if not isinstance(source.weight, Tensor) or exact(setting.call):
+        return False
+    if source.input.dtype != compute or source.weight.dtype != compute:
         return False
     columns = padded_columns(setting.width, setting.device)
     return _rows_of(setting, columns, compute.itemsize, source.workspace) >= setting.count

@@ -74,7 +74,7 @@ class TritonSteps(Inputs):
         target, (rows, start, kind) = self.setting.call.target, self.rows_of(part)
         count, hidden, weight, bias = part.stop - part.start, source.hidden, source.weight, source.bias
         size = hidden.shape[1]
-        rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed))
+        rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed)) and weight is not None
         target_logits = torch.empty(count, dtype=torch.float32, device=self.device) if rounded else None
         checks, shards = None, self.setting.call.shards
         if shards is not None and shards.axis is None and self.setting.upstream is None:

@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import xent
+from xent.core.chunks import rows_per_chunk
 from xent.integrations.transformers.deferred import (
     KNOWN,
     DeferredLogits,
@@ -27,21 +30,23 @@ from xent.integrations.transformers.deferred import (
     derive,
     identity,
     is_open,
-    note,
     origin,
     run,
     shards,
     unhandled,
 )
+from xent.integrations.transformers.history import note
+from xent.integrations.trl import row_entropy
 
-__all__ = ["causal_lm_loss", "smooth_from_hidden_states"]
+__all__ = ["causal_lm_loss", "factors", "smooth_from_hidden_states"]
 
 _Made = tuple[Recipe, Tensor] | None
 
 
 def _functions(names: str) -> list[Any]:
     places = (Tensor, torch, F)
-    return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
+    functions = [getattr(place, name, None) for name in names.split() for place in places]
+    return [function for function in functions if callable(function)]
 
 
 _DIVIDES = tuple(_functions("div true_divide __truediv__"))  # Dynamo of PyTorch 2.8 does not look into a frozenset
@@ -55,51 +60,60 @@ def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
     softcap = recipe.softcap and recipe.softcap * times
     if softcap is not None and softcap <= 0:
         return None
-    steps = (*recipe.steps, f"{applied} by {factor}")
-    return replace(recipe, scale=recipe.scale * times, softcap=softcap, steps=steps), function(like, factor)
+    scale = recipe.scale * times
+    return recipe.then(f"{applied} by {factor}", scale=scale, softcap=softcap), function(like, factor)
 
 
 def _tanh(recipe: Recipe, like: Tensor, function: Any) -> _Made:
     """Record a tanh, which is part of a softcap."""
     if recipe.softcap is not None:
         return None
-    return replace(recipe, softcap=1.0, steps=(*recipe.steps, "tanh")), function(like)
+    return recipe.then("tanh", softcap=1.0), function(like)
 
 
 def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
     """Record the sum of two heads (LoRA), or of logits and one constant per class (final_logits_bias)."""
-    changed = recipe.scale != 1 or recipe.softcap is not None or recipe.offset is not None
+    changed = recipe.scale != 1 or recipe.softcap is not None or recipe.is_moved or recipe.caller is not None
     if not isinstance(other, Tensor) or changed or recipe.in_shards:
         return None
     if isinstance(other, DeferredLogits):
         theirs = other._recipe
-        parts = theirs.bias, theirs.offset, theirs.softcap, theirs.caller, recipe.caller
-        alike = (theirs.size, theirs.dtype, theirs.autocast) == (recipe.size, recipe.dtype, recipe.autocast)
-        if not is_open(other) or not alike or any(part is not None for part in parts):
+        alike = (theirs.size, theirs.autocast, theirs.device) == (recipe.size, recipe.autocast, recipe.device)
+        if not is_open(other) or not alike or theirs.softcap is not None or theirs.caller is not None:
             return None
-        hidden = recipe.hidden + tuple([each * theirs.scale for each in theirs.hidden])
-        added = {name: getattr(recipe, name) + getattr(theirs, name) for name in ("weights", "origins", "calls")}
-        recipe, applied, term = replace(recipe, hidden=hidden, **added), "1 more product added (LoRA)", like
+        recipe = recipe.then(
+            "1 more product added (LoRA)",
+            hidden=recipe.hidden + tuple([each * theirs.scale for each in theirs.hidden]),
+            weights=recipe.weights + theirs.weights,
+            origins=recipe.origins + theirs.origins,
+            call=max(recipe.call, theirs.call),
+        )
+        term, numbers = torch.empty_like(like, dtype=theirs.dtype), theirs.bias
+        numbers = None if numbers is None else (numbers * theirs.scale).to(recipe.hidden[0].dtype)
     else:
-        kinds = (recipe.hidden[0].dtype,) if recipe.autocast is None else (recipe.dtype, torch.float32)
-        fits = other.ndim <= like.ndim and other.shape[-1:] == recipe.size[-1:] and other.numel() == recipe.size[-1]
-        plain = type(other) in (Tensor, Parameter) and other.device == recipe.hidden[0].device
-        if not fits or not plain or other.dtype not in kinds:
+        fits = other.ndim <= like.ndim and other.shape == (*[1] * (other.ndim - 1), *recipe.size[-1:])
+        plain = type(other) in (Tensor, Parameter) and other.device == recipe.device
+        if not fits or not plain or other.dtype not in (recipe.autocast, recipe.hidden[0].dtype):
             return None
-        recipe = replace(recipe, offset=other, origins=(*recipe.origins, origin("weights", other)))
-        applied, term = "a number for each class added", torch.empty_like(other, device="meta")
-    return replace(recipe, steps=(*recipe.steps, applied)), function(like, term)
+        recipe = recipe.then("a number for each class added", origins=(*recipe.origins, origin("weights", other)))
+        term, numbers = torch.empty_like(other, device="meta"), other.flatten()
+    if numbers is not None:
+        recipe = replace(recipe, bias=numbers if recipe.bias is None else recipe.bias[: len(numbers)] + numbers)
+    return recipe, function(like, term)
 
 
 def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
-    """Record a conversion to a dtype that can represent every value, on the device of the logits."""
-    empty = recipe.hidden[0].new_empty(0, dtype=recipe.dtype)
-    made = function(empty, *args, **kwargs)
-    if made.device != empty.device or torch.promote_types(made.dtype, recipe.dtype) != made.dtype:
+    """Record a move to another device, or a conversion to a dtype that is at least as wide as that of the product.
+
+    PEFT's adapters may be float32 where the head is bfloat16: their sum is then converted back.
+    """
+    made, narrowest = function(recipe.empty(), *args, **kwargs), recipe.autocast or recipe.hidden[0].dtype
+    if torch.promote_types(made.dtype, narrowest) != made.dtype:
         return None
-    if made.dtype == recipe.dtype:
+    if (made.dtype, made.device) == (recipe.dtype, recipe.device):
         return recipe, like
-    return replace(recipe, steps=(*recipe.steps, f"converted to {made.dtype}")), like.to(made.dtype)
+    step = f"converted to {made.dtype}" if made.device == recipe.device else f"moved to {made.device}"
+    return recipe.then(step, device=made.device), like.to(made.dtype)
 
 
 def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
@@ -117,10 +131,10 @@ def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
     if isinstance(index, Tensor):
         if index.dtype != torch.bool or index.ndim >= like.ndim:
             return None
-        recipe = recipe.on_rows(lambda hidden: hidden[index])
+        recipe = recipe.on_rows(lambda hidden: hidden[index.to(hidden.device)])
         return recipe, like.new_empty((*recipe.hidden[0].shape[:-1], like.shape[-1]))
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
+    if not all(type(part) in (int, slice, type(...)) for part in parts):
         return None
     taken = function(like, index)
     if len(parts) >= like.ndim or Ellipsis in parts[:-1]:  # the last part is of the classes
@@ -134,10 +148,9 @@ def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
 
 def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a step of the first of the arguments that are deferred logits."""
-    places = [place for place, each in enumerate(args) if is_open(each)]
-    if not places or (kwargs and step not in (_to, _reshape)) or (places[0] > 0 and step is not _add):
+    place = next((place for place, each in enumerate(args) if is_open(each)), None)
+    if place is None or (kwargs and step not in (_to, _reshape)) or (place > 0 and step is not _add):
         return NotImplemented
-    place = places[0]
     if function is Tensor.__getitem__ and isinstance(args[1], Tensor):
         args = args[0], args[1].clone()  # the caller may change the mask before the logits are read
     recipe = args[place]._recipe
@@ -172,33 +185,67 @@ def _base(function: Any, logits: Any) -> Any:
     return None if is_open(logits) and not logits._recipe.is_view else NotImplemented
 
 
+def factors(recipe: Recipe, hidden: Any, weights: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states (..., D), weight (V, D) and bias (V,) of a single product, which is a sum of products."""
+    input, weight, classes = hidden[0], weights[0], recipe.size[-1]
+    if len(weights) > 1:
+        input = torch.cat([each.to(input.dtype) for each in hidden], -1)
+        weight = torch.cat([each.to(weight.dtype) for each in weights], -1)
+    if weight.shape[0] != classes:  # the first classes were taken
+        weight, bias = weight[:classes], None if bias is None else bias[:classes]
+    return input, weight, bias
+
+
 def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
-    """Return `xent.linear_cross_entropy` of deferred logits (..., V) and targets (...)."""
+    """Return `xent.linear_cross_entropy` of deferred logits (..., V) and targets (...), on the device of the logits."""
     recipe = logits._recipe
     check_unchanged(recipe.origins, looked_at=False)
-    offset = recipe.offset
+    if recipe.is_moved:
+        target, options = tree_map_only(Tensor, lambda each: each.to(recipe.hidden[0].device), (target, options))
 
-    def task(hidden: Any, weights: Any, bias: Any) -> Any:
-        several, classes = len(weights) > 1, recipe.size[-1]
-        input, weight = (torch.cat(hidden, -1), torch.cat(weights, -1)) if several else (*hidden, *weights)
-        if weight.shape[0] != classes:  # the first classes were taken
-            weight, bias = weight[:classes], None if bias is None else bias[:classes]
-        if offset is not None:
-            numbers = offset.flatten()[:classes]
-            bias = numbers if bias is None else bias + numbers
+    def task(*arrays: Any) -> Any:
+        input, weight, bias = factors(recipe, *arrays)
         if recipe.is_planned:  # ranks need not compare the number of tokens, for which the host would wait
             mesh: Any = weight.device_mesh
-            first = min(mesh.get_local_rank() * -(-classes // mesh.size()), classes)
-            options["vocab_parallel"] = xent.VocabParallel(mesh, first=first, size=classes)
+            first = min(mesh.get_local_rank() * -(-weight.shape[0] // mesh.size()), weight.shape[0])
+            options["vocab_parallel"] = xent.VocabParallel(mesh, first=first, size=weight.shape[0])
         return xent.linear_cross_entropy(
             input, weight, target, linear_bias=bias, logit_scale=recipe.scale, softcap=recipe.softcap, **options
         )
 
     with nullcontext() if recipe.tracked else torch.no_grad():
-        loss = recipe.hooked(run(recipe, task))
-    for call in recipe.calls:
-        note(call, "fused", ", ".join(recipe.steps))
+        loss = recipe.hooked(run(recipe, task)).to(recipe.device)
+    note(recipe.call, "fused", ", ".join(recipe.steps))
     return loss
+
+
+def _by_rows(function: Any, logits: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return a function over the classes, from logits that are computed in chunks of rows, and again for a gradient."""
+    if not is_open(logits) or type(dim) is not int or dim not in (-1, logits.ndim - 1) or "out" in kwargs:
+        return NotImplemented
+    recipe, shape = logits._recipe, logits.shape[:-1]
+    rows, tracks, softcap = shape.numel(), recipe.tracked and torch.is_grad_enabled(), recipe.softcap or 1.0
+    most = rows_per_chunk(rows, recipe.size[-1], recipe.dtype.itemsize, None, logits.device.type)
+    is_large = function in _SOFTMAX and (tracks or rows > most)  # the result takes as much as the logits
+    if is_large or recipe.in_shards or (tracks and recipe.gathers) or torch.compiler.is_compiling():
+        return NotImplemented
+
+    def task(*arrays: Any) -> Any:
+        check_unchanged(recipe.origins, looked_at=False)
+        x = F.linear(*factors(recipe, *arrays)).to(recipe.device, recipe.dtype).mul_(recipe.scale / softcap)
+        return function(x if recipe.softcap is None else x.tanh_() * softcap, -1, *args, **kwargs)
+
+    chunk = most // 4 + 1  # because functions need several arrays of its size
+    parts = zip(*[each.reshape(rows, each.shape[-1]).split(chunk) for each in recipe.hidden], strict=True)
+    with torch.set_grad_enabled(tracks):
+        results = [checkpoint(run, replace(recipe, hidden=part), task, use_reentrant=False) for part in parts]
+    return tree_map(lambda *each: recipe.hooked(torch.cat(each).reshape((*shape, *each[0].shape[1:]))), *results)
+
+
+def _split(function: Any, logits: Any, size: Any, dim: Any = 0) -> Any:
+    """Record a split of the first axis into parts of one size."""
+    known = is_open(logits) and type(size) is int and size > 0 and dim == 0
+    return tuple([logits[first : first + size] for first in range(0, len(logits), size)]) if known else NotImplemented
 
 
 def _cross_entropy(
@@ -277,10 +324,7 @@ def causal_lm_loss(
         shift_labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
     target, flat = shift_labels.reshape(-1).to(logits.device), logits.view(-1, vocab_size)
     if len(target) != len(flat):
-        raise ValueError(
-            f"labels must hold one token for each of the {len(flat)} positions of logits {tuple(logits.shape)}, "
-            f"got {len(target)}"
-        )
+        raise ValueError(f"labels must hold one token for each of the {len(flat)} positions, got {len(target)}")
     call: Any = _loss if is_open(flat) else xent.cross_entropy
     return call(flat, target, ignore_index=ignore_index, normalizer=num_items_in_batch)  # type: ignore[no-any-return]
 
@@ -309,12 +353,13 @@ _STEPS: dict[str, Callable[..., _Made]] = {
     "tanh": _tanh,
     "add __add__ __radd__": _add,
     "mul multiply __mul__ __rmul__ div true_divide __truediv__": _scale,
-    "to float": _to,
+    "to float cuda": _to,
     "contiguous clone view reshape flatten": _reshape,
     "__getitem__": _take,
 }
 """Names of functions and methods of PyTorch -> their step."""
 
+_SOFTMAX = _functions("softmax log_softmax")
 _ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_meta is_quantized is_sparse"
 _METHODS = "size dim ndimension numel nelement __len__ __hash__ is_floating_point is_complex"
 """Names of attributes and methods that need no values."""
@@ -324,6 +369,8 @@ _GETTERS = {name: getattr(Tensor, name).__get__ for name in (*_ATTRIBUTES.split(
 KNOWN.update(dict.fromkeys([*_GETTERS.values(), *_functions(_METHODS)], unhandled))
 KNOWN.update(
     {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
+    | dict.fromkeys([row_entropy, *_SOFTMAX, *_functions("argmax max logsumexp")], _by_rows)
+    | dict.fromkeys(_functions("split"), _split)
     | {F.cross_entropy: _cross_entropy, Tensor.detach: _detach, Tensor.register_hook: _register_hook}
     | {_GETTERS["_base"]: _base}
 )

@@ -10,10 +10,6 @@ Three mechanisms intercept operations. `__torch_function__` sees all calls from 
 from C++ and from inside an autograd.Function. For the latter, a node in the autograd graph (`_Edge`) passes gradients
 on to hidden states and weight.
 
-A `History` stores whether the logits of a model were computed, for `explain` and for one warning per model. A step that
-is not fused computes the right numbers, but takes the memory that `patch` should save. The functions that record
-something take and return numbers, because torch.compile passes only constants to what it calls while it traces.
-
 Deferred logits that are computed later must not use changed weights. An `_Origin` stores the state of each tensor.
 Writes increment a tensor's version counter. Fused optimizers do not: a hook does it after each step, for the
 weights of the heads that defer logits. Writes through `parameter.data` increment nothing. For those, it stores the
@@ -21,17 +17,12 @@ address of the tensor and a few elements of a weight. Elements are compared only
 synchronises with the device.
 """
 
-import inspect
-import itertools
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
-from types import FrameType
 from typing import Any
 
 import torch
@@ -41,24 +32,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from xent.backends.torch import private
+from xent.integrations.patch import inner
+from xent.integrations.transformers.history import looks, note
 
 __all__ = [
     "KNOWN",
     "DeferredLogits",
-    "History",
     "Recipe",
     "autocast_dtype",
-    "begin_call",
     "check_unchanged",
     "defer",
     "derive",
     "identity",
     "in_shards",
-    "inner",
     "is_open",
     "local",
-    "name_of",
-    "note",
     "origin",
     "real",
     "run",
@@ -66,109 +54,6 @@ __all__ = [
     "steps",
     "unhandled",
 ]
-
-_INSIDE = ("torch.", f"{__name__.rpartition('.')[0]}.")
-"""Packages that are skipped in a stack trace, because the user's line is above them."""
-
-_by_key: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""The histories, and the last calls of their heads."""
-_keys = itertools.count(1)
-
-
-@dataclass(eq=False)
-class _Call:
-    """One call of a head."""
-
-    history: "History"
-    training: bool
-    compiled: bool
-    fused: str | None = None
-    """If the loss was computed without logits: the operations between head and loss, in words."""
-    computed: str | None = None
-    """If the logits were computed: the reason."""
-
-
-class History:
-    """The last training step and the last evaluation of a patched model."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.key = name, next(_keys)
-        self.last: dict[bool, _Call] = {}
-        """The last call in training (True) and in evaluation (False)."""
-        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The optimizers that made a step since the last call of the head."""
-        self.went_past = False
-        """Whether a training step since then did not call the head."""
-        self._warned = False
-        _by_key[self.key] = self
-
-    def __deepcopy__(self, memo: Any) -> "History":
-        """Return the same object: PEFT copies the head, and its copy belongs to the same model."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """Pickle only the name."""
-        return History, (self.name,)
-
-    def warn(self, reason: str, unused: bool = False) -> None:
-        """Warn once that training is not fused, or does not use xent, and why."""
-        if self._warned:
-            return
-        self._warned = True
-        compiled = True in self.last and self.last[True].compiled
-        message = f"training this {self.name} takes the memory of its logits, as without xent"
-        message = "this compiled training step takes the memory of its logits, as without xent" if compiled else message
-        message = f"training this {self.name} is not using xent" if unused else message
-        details = "For details, print(xent.integrations.transformers.explain(model))"
-        warnings.warn(f"{message}: {reason}. {details}", RuntimeWarning, stacklevel=2)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def begin_call(key: int, training: bool, compiled: bool, computed: str | None) -> int:
-    """Record a call of a head, and why it computes its logits. Return what `note` takes."""
-    history, call = _by_key[key], next(_keys)
-    history.went_past = False
-    history.stepped.clear()
-    history.last[training] = _by_key[call] = _Call(history, training, compiled)
-    if computed is not None:
-        note(call, "computed", computed)
-    return call
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note(call: int, what: str, message: str) -> int:
-    """Record what is known of a call, "fused" or "computed". Warn in training if it is not fused."""
-    last = _by_key.get(call)
-    if last is not None:
-        setattr(last, what, message)
-        if last.training and last.fused is None:
-            last.history.warn(message)
-    return 0
-
-
-def _looks(function: Any) -> str:
-    """Return in words that a function reads the logits, and the line that called it."""
-    if torch.compiler.is_compiling():
-        return "what is compiled looks at them"
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_INSIDE):
-        frame = frame.f_back
-    where = "" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return f"{name_of(function)} looked at them {where}"
-
-
-def name_of(function: Any) -> str:
-    """Return a function's name for messages, for example `Tensor.max`."""
-    function = inner(function)
-    name = getattr(function, "__name__", type(function).__name__)
-    return f"Tensor.{name}" if hasattr(Tensor, name) else str(getattr(function, "__qualname__", name))
-
-
-def inner(function: Any) -> Any:
-    """Return the function inside of decorators such as accelerate's, of a functools.partial and of a method."""
-    function = inspect.unwrap(function)
-    function = getattr(function, "func", function)
-    return getattr(function, "__func__", function)
 
 
 def shards(hook: Any) -> bool:
@@ -270,20 +155,23 @@ def _sample(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """softcap * tanh(scale * (sum of hidden @ weight.T + bias + offset) / softcap), or without tanh."""
+    """softcap * tanh(scale * (sum of hidden @ weight.T + bias) / softcap), or without tanh."""
 
     hidden: tuple[Tensor, ...]
     """Each (..., D). There are several if LoRA adds a product."""
     weights: tuple[Tensor, ...]
     """Each (V, D), or a DTensor with the classes in shards."""
     bias: Tensor | None
+    """(V,): the biases of all heads, and constants that the model adds to its logits, such as final_logits_bias."""
     origins: tuple[_Origin, ...]
     """The hidden states, weights and constants from which the logits are computed."""
-    calls: tuple[int, ...]
-    """The entries of the calls of heads in the model's history."""
+    call: int
+    """The number of the last call of a head, for the model's history."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
+    """Of the logits; the head and its hidden states may be on another."""
     autocast: torch.dtype | None
     """The dtype of matrix products under autocast, or None."""
     caller: Any = None
@@ -292,8 +180,6 @@ class Recipe:
     """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
     is_view: bool = False
     """Whether they are a view of the logits in that call."""
-    offset: Tensor | None = None
-    """(V,) or (1, ..., 1, V): a constant that the model adds to its logits, such as final_logits_bias."""
     scale: float = 1.0
     softcap: float | None = None
     steps: tuple[str, ...] = ()
@@ -303,7 +189,7 @@ class Recipe:
     is_planned: bool = False
     """Whether a tensor-parallel plan gives all ranks the same hidden states."""
     tracked: bool = True
-    """Whether autograd records them: gradients were enabled, and one of the origins requires a gradient."""
+    """Whether gradients were enabled, so that autograd records them if one of the origins requires a gradient."""
     hooks: tuple[Callable[[Tensor], Any], ...] = ()
     """Hooks of FSDP and DeepSpeed on the gradient of the logits, for the gradient of what is computed from them."""
 
@@ -313,10 +199,23 @@ class Recipe:
         return in_shards(self.weights[0])
 
     @property
+    def is_moved(self) -> bool:
+        """Whether the logits are on another device than the head."""
+        return self.device != self.hidden[0].device
+
+    def empty(self) -> Tensor:
+        """Return no elements, on the device of the logits and in their dtype."""
+        return self.hidden[0].new_empty(0, dtype=self.dtype, device=self.device)
+
+    @property
     def gathers(self) -> bool:
         """Whether the weight is freed, so that it must be gathered: by ZeRO-3, FSDP1, or an FSDP2 group."""
         weight = self.weights[0]
         return self.caller is not None and (hasattr(weight, "ds_id") or not local(weight).untyped_storage().nbytes())
+
+    def then(self, step: str, **changes: Any) -> "Recipe":
+        """Return the recipe after an operation, which `step` names."""
+        return replace(self, steps=(*self.steps, step), **changes)
 
     def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
         """Return the recipe with `change` applied to the hidden states, to reshape or select rows."""
@@ -443,10 +342,10 @@ class _LogitsInShards(_DispatchedLogits):
 def defer(recipe: Recipe) -> DeferredLogits:
     """Return deferred logits."""
     sources = [each.source for each in recipe.origins if each.source.requires_grad]
-    tracked = recipe.tracked and torch.is_grad_enabled() and len(sources) > 0
+    tracked = recipe.tracked and torch.is_grad_enabled()
     recipe = replace(recipe, tracked=tracked)
     if torch.compiler.is_compiling():
-        logits = DeferredLogits(_memory(recipe.hidden[0].detach(), recipe.size, recipe.dtype))
+        logits = DeferredLogits(_memory(recipe.empty(), recipe.size, recipe.dtype))
     else:
         logits = _Edge.apply(recipe, *(dict.fromkeys(sources) if tracked else ()))
     logits._recipe, logits._real = recipe, None
@@ -495,9 +394,7 @@ def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) ->
         view, (base, *arguments), options = recipe.made  # type: ignore[misc]
         return view(read(base, function), *arguments, **options)
     check_unchanged(recipe.origins)
-    reason = _looks(function)
-    for call in recipe.calls:
-        note(call, "computed", reason)
+    note(recipe.call, "computed", looks(function))
     return recipe.hooked(_compute(recipe))
 
 
@@ -549,7 +446,7 @@ class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, *tensors: Tensor) -> Any:
         ctx.recipe, ctx.tensors = recipe, tensors
-        made = _memory(recipe.hidden[0], recipe.size, recipe.dtype)
+        made = _memory(recipe.empty(), recipe.size, recipe.dtype)
         return made.as_subclass(_DispatchedLogits if recipe.placement is None else _LogitsInShards)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""patch, unpatch and explain, and the heads that defer their logits: a subclass of torch.nn.Linear.
+"""patch and unpatch, and the heads that defer their logits: a subclass of torch.nn.Linear.
 
 The weight of a tensor-parallel head is a DTensor. PyTorch's ColwiseParallel adds two hooks to the head: one converts
 hidden states to DTensors, one redistributes the logits. The hooks stay, and deferred logits record the redistribution.
@@ -25,28 +25,29 @@ from transformers import PreTrainedModel, __version__  # pyright: ignore[reportM
 from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
 from xent.backends.torch.private import transforms_active
-from xent.integrations.patch import Patch, replace, restore
+from xent.integrations.patch import Patch, inner, name_of, replace, restore
 from xent.integrations.transformers.calls import smooth_from_hidden_states
 from xent.integrations.transformers.deferred import (
-    History,
     Recipe,
     autocast_dtype,
-    begin_call,
     defer,
     in_shards,
-    inner,
     local,
-    name_of,
     origin,
     shards,
     steps,
 )
+from xent.integrations.transformers.history import History, begin_call
+from xent.integrations.trl import WITHOUT_PATCH, computes_with
 
 __all__ = [
     "defer_logits",
-    "explain",
+    "find_heads",
+    "find_owner",
+    "history_of",
     "patch",
     "unpatch",
+    "why_unused",
 ]
 
 if str(__version__).startswith(("3.", "4.")):
@@ -101,11 +102,14 @@ def patch(model: nn.Module | None = None) -> Patch:
     """
     if model is None:
         return Patch(unpatch if replace(PreTrainedModel, "post_init", _patching(PreTrainedModel.post_init)) else None)
-    owner = _find_owner(model)
-    heads = _find_heads(owner)
+    owner = find_owner(model)
+    heads = find_heads(owner)
     replace(LabelSmoother, "__call__", smooth_from_hidden_states(LabelSmoother.__call__))
-    history = next(filter(None, map(_history_of, heads)), None) or History("")  # an inner model's heads have one
-    history.name = type(owner).__name__
+    history = next(filter(None, map(history_of, heads)), None) or History("")  # an inner model's heads have one
+    history.name, head = type(owner).__name__, owner.get_output_embeddings()
+    if head not in heads:
+        name = next(name for name, module in owner.named_modules() if module is head)
+        history.head = f" Its head {name} is a {type(head).__module__}.{type(head).__name__}."
     _histories[owner] = history
     changed = [defer_logits(head, history) for head in heads]
     return Patch(functools.partial(unpatch, model) if any(changed) else None, model)
@@ -127,8 +131,8 @@ def unpatch(model: nn.Module | None = None) -> None:
     if model is None:
         restore(PreTrainedModel, "post_init")
     else:
-        owner = _find_owner(model)
-        for head in _find_heads(owner):
+        owner = find_owner(model)
+        for head in find_heads(owner):
             _restore_head(head)
         _histories.pop(owner, None)
     if not steps:
@@ -149,15 +153,15 @@ def _patching(post_init: Any) -> Any:
     return post_init_and_patch
 
 
-def _history_of(module: nn.Module) -> History | None:
+def history_of(module: nn.Module) -> History | None:
     """Return the history of a patched model or of one of its heads."""
     return vars(module).get("xent_history", _histories.get(module))
 
 
-def _why_unused(model: Any) -> str:
+def why_unused(model: Any) -> str:
     """Return why the heads of a patched model were not called."""
     head = model.get_output_embeddings()
-    if head is not None and all(_history_of(part) is None for part in head.modules()):
+    if head is not None and all(history_of(part) is None for part in head.modules()):
         return "its head was replaced after patch(model), as resize_token_embeddings does: call patch(model) again"
     for module in model.modules():
         forward = inner(vars(module).get("forward"))  # accelerate's wraps that of the class
@@ -167,29 +171,6 @@ def _why_unused(model: Any) -> str:
             where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
             return f"the forward of its {type(module).__name__} was replaced by {name_of(forward)}{where}"
     return "its head was not called"
-
-
-def _trl_computes_with(model: nn.Module) -> str:
-    """Return which library computes the log-probabilities in TRL's forward of a model: "xent" or "trl".
-
-    TRL's `add_fused_lm_head` replaces the forward of a model by one that computes log-probabilities from hidden states
-    and does not call the head. It looks its kernel up in its own module, where `xent.integrations.trl.patch` installs
-    xent's. Return "" if the model's forward is not TRL's.
-    """
-    for forward in [vars(module).get("forward") for module in model.modules()]:
-        while forward is not None:
-            names = getattr(forward, "__globals__", {})
-            if names.get("__name__") == "trl.trainer.utils":
-                module = getattr(names.get("_ChunkedLogProbFunction"), "__module__", "")
-                return "xent" if module.startswith("xent.") else "trl"
-            forward = getattr(forward, "__wrapped__", None)
-    return ""
-
-
-_TRL_WITHOUT = (
-    "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
-    "xent.integrations.trl.patch()"
-)
 
 
 def _watch(head: nn.Module) -> None:
@@ -218,93 +199,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         history.stepped.add(optimizer)
         if unused and any(id(weight) in trained for weight in model.parameters()):
             history.went_past = True
-            whose = _trl_computes_with(model)
+            whose = computes_with(model)
             if whose != "xent":
-                history.warn(_TRL_WITHOUT if whose else _why_unused(model), unused=bool(whose))
-
-
-_TRL_BY = {
-    "xent": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, xent computes "
-    "log-probabilities from hidden states, without logits.",
-    "trl": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, kernels of TRL's compute "
-    "log-probabilities from hidden states, until you call xent.integrations.trl.patch().",
-}
-"""Texts for a model whose forward TRL replaced, by the library that computes its log-probabilities."""
-
-
-def explain(model: nn.Module) -> str:
-    """Say whether training and evaluation of a model compute their loss without logits, and if not, why not.
-
-    The report is about the last forward pass in training and in evaluation: the operations between head and loss, or
-    the function that read the logits and the line of code that called it. `explain` itself does not run the model.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A patched or unpatched model, or a wrapper around one.
-
-    Returns
-    -------
-    text : str
-        A few lines to print.
-
-    Raises
-    ------
-    ValueError
-        The model is not one of transformers.
-
-    Examples
-    --------
-    >>> import torch, transformers
-    >>> from xent.integrations.transformers import explain, patch
-    >>> config = transformers.CohereConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-    ...                                    num_attention_heads=2, logit_scale=0.5)
-    >>> model, tokens = transformers.CohereForCausalLM(config), torch.arange(8)[None]
-    >>> with patch(model):
-    ...     loss = model(tokens, labels=tokens).loss
-    ...     print(explain(model))
-    CohereForCausalLM is patched, and its head defers its logits: lm_head (16 to 64).
-    Training: fused. Between head and loss: multiplied by 0.5.
-    Evaluation: none has been seen.
-    """
-    owner = _find_owner(model)
-    name, trl = type(owner).__name__, _TRL_BY.get(_trl_computes_with(owner))
-    patched = {key: module for key, module in owner.named_modules() if "xent_history" in vars(module)}
-    if not patched:
-        if trl is not None:
-            return f"{name} is not patched. {trl}"
-        again = " again, because its head was replaced (resize_token_embeddings does so)"
-        again = "" if _history_of(owner) is None else again
-        try:
-            _find_heads(owner)
-        except ValueError as error:
-            return f"{name} is not patched: {error}"
-        return f"{name} is not patched: its training takes the memory of its logits until you call patch(model){again}."
-    listed = ", ".join([f"{key} ({head.in_features} to {head.out_features})" for key, head in patched.items()])
-    lines = [f"{name} is patched, and its head defers its logits: {listed}."]
-    history = next(iter(patched.values())).xent_history
-    for kind, training in (("Training", True), ("Evaluation", False)):
-        call = history.last.get(training)
-        if call is not None or trl is None:  # TRL's forward does not call the head
-            lines.append(f"{kind}: {_words(call)}")
-    if trl is not None:
-        lines.append(trl)
-    elif history.went_past:
-        lines.append(f"An optimizer stepped without a call of the head: {_why_unused(owner)}.")
-    return "\n".join(lines)
-
-
-def _words(call: Any) -> str:
-    if call is None:
-        return "none has been seen."
-    how = "compiled, and " if call.compiled else ""
-    if call.fused is not None:
-        between = f" Between head and loss: {call.fused}." if call.fused else ""
-        after = f" The logits were computed besides: {call.computed}." if call.computed else ""
-        return f"{how}fused.{between}{after}"
-    if call.computed is not None:
-        return f"{how}not fused: {call.computed}."
-    return f"{how}logits were deferred, and no loss of them was taken."
+                history.warn(WITHOUT_PATCH if whose else why_unused(model), unused=bool(whose))
 
 
 class _DeferringHead:
@@ -346,10 +243,22 @@ class _DeferringHead:
         return _new, (self.xent_plain,), *reduced[2:]
 
 
+class _DeferringTokens(_DeferringHead):
+    """Mixin for PEFT's layer of trained tokens, which are rows of its weight; its base layer is the head."""
+
+    def forward(self: Any, input: Tensor, *args: Any) -> Any:
+        """Return deferred logits, or what the layer returns."""
+        active, made = self.active_adapters, None
+        if len(active) == 1 and not (self.disable_adapters or self.merged):
+            made = _deferred(self, input, self.get_merged_weights(active), None)
+        return super(_DeferringHead, self).forward(input) if made is None else made  # type: ignore[misc]
+
+
 @functools.cache
 def _deferring(kind: Any) -> Any:
     """Return the subclass of `kind` that defers its logits."""
-    return type(f"Deferring{kind.__name__}", (_DeferringHead, kind), {"xent_plain": kind})
+    mixin = _DeferringTokens if hasattr(kind, "get_merged_weights") else _DeferringHead
+    return type(f"Deferring{kind.__name__}", (mixin, kind), {"xent_plain": kind})
 
 
 def _new(kind: type) -> Any:
@@ -386,10 +295,11 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
                 origin("hidden states", input),
                 *[origin("weights", each, head, caller is not None) for each in (weight, bias) if each is not None],
             ),
-            (call,),
+            call,
             size,
             torch.empty(size, device="meta").stride(),
             autocast or input.dtype,
+            input.device,
             autocast,
             caller,
             steps=added,
@@ -492,7 +402,7 @@ def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Any:
         head.reshard()
 
 
-def _find_owner(model: nn.Module) -> Any:
+def find_owner(model: nn.Module) -> Any:
     """Return the transformers or PEFT model inside of wrappers; raise ValueError if there is none."""
     owner: Any = model
     while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
@@ -505,7 +415,7 @@ def _find_owner(model: nn.Module) -> Any:
     return owner
 
 
-def _find_heads(owner: Any) -> list[nn.Module]:
+def find_heads(owner: Any) -> list[nn.Module]:
     """Return the linear layers that compute the model's logits; raise ValueError if there are none.
 
     With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
@@ -524,9 +434,10 @@ def _find_heads(owner: Any) -> list[nn.Module]:
 
 
 def _is_linear(module: Any) -> bool:
-    forward = inner(vars(module).get("forward", type(module).forward))
+    linear = module.base_layer if hasattr(module, "get_merged_weights") else module
+    forward = inner(vars(linear).get("forward", type(linear).forward))
     known = forward is nn.Linear.forward or _is_of_plan(forward)
-    return isinstance(module, _DeferringHead) or (isinstance(module, nn.Linear) and known)
+    return isinstance(linear, _DeferringHead) or (isinstance(linear, nn.Linear) and known)
 
 
 _ADVICE = (

@@ -62,7 +62,7 @@ class PortableSteps(Facts, Steps):
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
         facts, setting, hidden, found = self.rows(part.indices), self.setting, source.select(part), None
         trained = hidden if facts.excluded is None else hidden.masked_fill(facts.excluded[:, None], 0)
-        if facts.target is not None and source.compute.itemsize == 2 and setting.width:
+        if facts.target is not None and source.compute.itemsize == 2 and setting.width and source.weight is not None:
             local = facts.target - setting.first
             place = local.clamp(0, setting.width - 1)
             found = (hidden.float() * source.weight[place].float()).sum(-1)
