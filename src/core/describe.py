@@ -90,8 +90,11 @@ _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
 """The options that may be 0-d tensors, also on the CPU."""
 _HINTS = {
     "mlx.nn": ": pass linear_weight, linear_bias = xent.integrations.mlx.classifier(module)",
-    "torch.nn.modules": ": pass linear_weight, linear_bias = xent.integrations.torch.classifier(module)",
+    "torch.nn.modules": ": if it is quantized, pass what xent.integrations.torch.classifier(module) returns; "
+    "otherwise: pass module.weight, and linear_bias=module.bias",
 }
+_OF_TORCHAO = ("tensor_data_names", "tensor_impl")
+"""Attributes of quantized tensors of torchao."""
 _REQUIRED = (
     "logits",
     "input",
@@ -394,7 +397,7 @@ def _one_framework(arrays: dict[str, Any]) -> str:
                 raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
             if str(array.layout) != "torch.strided":
                 raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
-            if hasattr(array, "full_tensor") or (name in _REQUIRED and kind.__module__.startswith("torchao.")):
+            if hasattr(array, "full_tensor") or any(hasattr(array, part) for part in _OF_TORCHAO):
                 raise TypeError(
                     f"{name} must be a plain tensor, got a {type(array).__name__}: pass {name}.to_local() or "
                     f"{name}.full_tensor(), of a quantized head what xent.integrations.torch.classifier(module) returns"

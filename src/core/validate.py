@@ -25,6 +25,7 @@ from xent.core.call import (
 from xent.core.spec import (
     DIVERGENCES,
     REDUCTIONS,
+    STAT_NAMES,
     TAILS,
     VocabParallel,
     bounded,
@@ -71,7 +72,7 @@ def check_options(
     given: Mapping[str, Any],
     arrays: bool = False,
     passed: Collection[str] | None = None,
-    stats: tuple[str, ...] = (),
+    stats: tuple[str, ...] = STAT_NAMES,
 ) -> dict[str, Any]:
     """Return the options that change, after checking those `passed`, or all. Raise TypeError or ValueError.
 

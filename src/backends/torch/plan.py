@@ -51,7 +51,9 @@ class Plan:
         linked = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
         self.constant = [index for index, name in enumerate(self.names) if name not in linked]
         """The places of the results without gradients."""
-        self.dtypes = [leaf.dtype for leaf, wanted in zip(leaves_of(call), asked, strict=True) if wanted]
+        self.dtypes = [
+            getattr(leaf, "dtype", None) for leaf, wanted in zip(leaves_of(call), asked, strict=True) if wanted
+        ]
         """The dtypes of the gradients."""
         self.first = made_first(call, (*asked[:-2], asked[-1]))
         """Whether the forward pass computes the gradients."""

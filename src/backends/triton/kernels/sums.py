@@ -46,6 +46,7 @@ __all__ = [
     "plus",
     "put",
     "rebased",
+    "scale_block",
     "scale_kernel",
     "select_kernel",
 ]
