@@ -509,6 +509,11 @@ def _teacher(
     activation = Activation()
     source: Source
     if isinstance(teacher, LinearTeacher):
+        if ids is not None and isinstance(teacher.weight, QuantizedRows):
+            raise ValueError(
+                "the teacher of a xent.Subset must have a classifier whose rows can be selected, got a QuantizedRows: "
+                "dequantize these rows"
+            )
         _check_classifier("teacher.input", teacher.input, "teacher.weight", teacher.weight, teacher.bias)
         if ids is None and teacher.weight.shape[0] != vocabulary:
             raise ValueError(
@@ -550,6 +555,12 @@ def _check_classifier(of_input: str, input: Any, of_weight: str, weight: Any, bi
     for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
         if isinstance(array, QuantizedWeight):
             _check_quantized(array, name)
+        elif isinstance(array, QuantizedRows):
+            if array.packed.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, which a quantized classifier does not get: freeze it with "
+                    "requires_grad_(False), or pass one in a floating dtype"
+                )
         elif array is not None:
             _check_dtype(name, array)
     if len(input.shape) < 1:
