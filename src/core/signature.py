@@ -77,7 +77,7 @@ def with_slots(call: Call, numbers: dict[str, NumberSlot]) -> Call:
 
 def _mapped(record: Any, change: Callable[[ArraySlot], ArraySlot]) -> Any:
     """Return a record with other slots of arrays, also in its records and quantized classifiers."""
-    fields = []
+    fields: list[Any] = []
     for field in record:
         if isinstance(field, ArraySlot):
             fields.append(change(field))

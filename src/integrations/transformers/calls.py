@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -206,9 +206,9 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
     def task(*arrays: Any) -> Any:
         input, weight, bias = factors(recipe, *arrays)
         if recipe.is_planned:  # ranks need not compare the number of tokens, for which the host would wait
-            mesh: Any = weight.device_mesh
-            first = min(mesh.get_local_rank() * -(-weight.shape[0] // mesh.size()), weight.shape[0])
-            options["vocab_parallel"] = xent.VocabParallel(mesh, first=first, size=weight.shape[0])
+            mesh, classes = cast(Any, weight).device_mesh, weight.shape[0]
+            first = min(mesh.get_local_rank() * -(-classes // mesh.size()), classes)
+            options["vocab_parallel"] = xent.VocabParallel(mesh, first=first, size=classes)
         return xent.linear_cross_entropy(
             input, weight, target, linear_bias=bias, logit_scale=recipe.scale, softcap=recipe.softcap, **options
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from triton.experimental.gluon.language.nvidia import hopper as instructions
 
 import xent
+from xent.backends.torch import planned
 from xent.backends.triton import TritonBackend, launches, machine
 from xent.backends.triton.hopper import products
 from xent.command.check.case import Case, make_inputs, placed
@@ -83,16 +84,18 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
     """Let backend "triton" serve CPU tensors, and add its launches to `found` instead of running them."""
     from xent.backends.triton import steps
 
-    def launch(function: Any, programs: int, arguments: Any, constants: dict[str, Any], **options: Any) -> None:
-        options.setdefault("enable_fp_fusion", True)
-        name = function.__name__
-        kinds = tuple(map(_kind, arguments))
-        found[Launch(function.fn.__module__, name, kinds, tuple(constants.items()), tuple(options.items()))] = None
+    def launch(self: Any, kind: Any, programs: int, *arguments: Any) -> None:
+        function, kinds = self._function, tuple(map(_kind, arguments))
+        constants, options = tuple(self._constants.items()), tuple(self._options.items())
+        found[Launch(function.fn.__module__, function.__name__, kinds, constants, options)] = None
 
-    replaced = _PATCHED | {"launch": launch, "multiprocessors": lambda device: _MULTIPROCESSORS}
+    replaced = _PATCHED | {"multiprocessors": lambda device: _MULTIPROCESSORS}
+    planned.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(TritonBackend, "missing", None))
         stack.enter_context(patch.object(machine, "DEVICES", ("cpu",)))
+        stack.enter_context(patch.object(launches.Launch, "__call__", launch))
+        stack.callback(planned.clear)
         stack.enter_context(
             patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.count, dtype=torch.bool))
         )
