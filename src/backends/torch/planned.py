@@ -15,7 +15,7 @@ from xent.backends.torch.plan import Plan, asked_of, leaves_of
 from xent.backends.torch.prepare import classes_last, is_last, is_prepared, prepare, rows_of, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.backends.torch.signature import Signature, signature_of, stand_ins
-from xent.core.call import Given, Options, array_of, folded, replaced
+from xent.core.call import Call, Given, Options, array_of, folded, replaced
 from xent.core.describe import have_same_rows
 from xent.core.signature import Function, binder, is_inside, with_slots
 from xent.core.spec import LARGEST, Stats
@@ -73,7 +73,7 @@ def evaluate(
         valid = valid and is_inside(name, number)
         if number > LARGEST and name in ("softcap", "temperature"):
             operands[place] = LARGEST
-    call = planned.bind(operands)
+    call: Call = planned.bind(operands)
     if not (valid and have_same_rows(call)):
         described, passed, _ = stand_ins(function, arguments)
         function.describe(described, passed)
@@ -83,11 +83,13 @@ def evaluate(
     if planned.moves:
         call = classes_last(call)
     if planned.overwrites:
-        check_inplace(call.source.logits, plan.asked)
+        source: Any = call.source
+        check_inplace(source.logits, plan.asked)
     rows = rows_of(call)
     leaves = [leaf for leaf, asked in zip(leaves_of(call), plan.asked, strict=True) if asked]
     if plan.asked[-2]:
-        call = replaced(call, target=replaced(call.target, values=call.target.values.detach()))
+        target: Any = call.target
+        call = replaced(call, target=replaced(target, values=target.values.detach()))
     if not planned.prepared:
         call = prepare(call, plan.asked[:-2], plan.asked[-1])
     if leaves:

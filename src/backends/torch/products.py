@@ -44,7 +44,8 @@ class Classifier:
             self.hidden = self.hidden.reshape(self.hidden.shape[:-1].numel(), self.hidden.shape[-1])
         self.columns = padded_columns(width, self.hidden.device)
         self.quantized: Any = source.weight if isinstance(source.weight, QuantizedRows) else None
-        self.padded: Any = None if self.quantized else cast(self._extended(source.weight), self.compute)
+        weight: Any = source.weight
+        self.padded: Any = None if self.quantized else cast(self._extended(weight), self.compute)
         """(columns, D) in the compute dtype; None of a quantized classifier."""
         self.padded_bias = None if source.bias is None else cast(self._extended(source.bias), self.compute)
 
