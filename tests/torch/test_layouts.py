@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import xent
-from tests.covering import crossed
+from tests.covering import SLOW, crossed
 from tests.targets import Target
 
+EXACT = {"rtol": 0, "atol": 0}
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
     "one row": lambda t: t[1, 2],
@@ -48,17 +49,26 @@ OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 """Views whose elements share memory."""
 
 
+def begins_vectors(rows: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes."""
+    steps = [step for step, size in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if size > 1]
+    return all(place % 16 == 0 for place in (rows.data_ptr(), *(step * rows.itemsize for step in steps)))
+
+
 @pytest.mark.parametrize(
     *crossed(
         view=VIEWS | OVERLAPPING,
         reduction=["mean", "none"],
         dtype=[torch.float32, torch.bfloat16, torch.float16],
-        axis=[-1, 0, 1],
+        axis=[-1] if SLOW else [-1, 0, 1],
         inplace=[False, True],
     )
 )
 def test_views(target: Target, view: str, reduction: str, dtype: torch.dtype, axis: int, inplace: bool) -> None:
-    """Views have the bits of their contiguous copies. In place, the gradient is written to the view alone."""
+    """Views have the bits of their contiguous copies. In place, the gradient is written to the view alone.
+
+    Triton has another kernel for rows that all begin at multiples of 16 bytes, and sums them in another order.
+    """
     torch.manual_seed(0)
     batch = 3 * torch.randn(3, 4, 37, device=target.device).to(dtype)
     before, look = batch.clone(), (VIEWS | OVERLAPPING)[view]
@@ -72,14 +82,18 @@ def test_views(target: Target, view: str, reduction: str, dtype: torch.dtype, ax
         return loss.detach(), torch.autograd.grad(1.5 * loss, leaf)[0]
 
     expected = outcome(look(batch).contiguous())
-    torch.testing.assert_close(outcome(look(batch)), expected, rtol=0, atol=0)
+    eps, differs = torch.finfo(dtype).eps, begins_vectors(look(batch)) != begins_vectors(look(batch).contiguous())
+    close = {"rtol": 4 * eps, "atol": 2.0**-24} if differs and target.name == "triton" else EXACT
+    torch.testing.assert_close(outcome(look(batch)), expected, **close)
     assert torch.equal(batch, before)
     if inplace and view in OVERLAPPING:
         with pytest.raises(ValueError, match="inplace=True needs logits whose elements do not share memory"):
             outcome(look(batch), inplace=True)
     elif inplace:
-        close = {"rtol": torch.finfo(dtype).eps, "atol": 2.0**-24}  # 16 bits are rounded twice, before and after 1.5
-        torch.testing.assert_close(outcome(look(batch), inplace=True), expected, **close)
+        twice = {"rtol": 4 * eps, "atol": 2.0**-24} if close != EXACT else {"rtol": eps, "atol": 2.0**-24}
+        torch.testing.assert_close(
+            outcome(look(batch), inplace=True), expected, **twice
+        )  # rounded before and after 1.5
         inside = torch.zeros(batch.shape, dtype=torch.bool, device=target.device)
         look(inside).fill_(True)
         assert torch.equal(batch[~inside], before[~inside])
