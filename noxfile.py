@@ -72,7 +72,6 @@ WITHOUT_KERNELS = (
     "test_judge.py",
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
-    "torch/test_distributed.py",
     "torch/test_errors_page.py",
     "torch/test_longest.py",
     "torch/test_many_classes.py",
