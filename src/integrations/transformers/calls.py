@@ -235,7 +235,7 @@ def _by_rows(function: Any, logits: Any, dim: Any = None, *args: Any, **kwargs: 
         x = F.linear(*factors(recipe, *arrays)).to(recipe.device, recipe.dtype).mul_(recipe.scale / softcap)
         return function(x if recipe.softcap is None else x.tanh_() * softcap, -1, *args, **kwargs)
 
-    chunk = most // 4 + 1  # because functions need several arrays of its size
+    chunk = max(rows, 1) if function in _SOFTMAX else most // 4 + 1  # functions need several arrays of its size
     parts = zip(*[each.reshape(rows, each.shape[-1]).split(chunk) for each in recipe.hidden], strict=True)
     with torch.set_grad_enabled(tracks):
         results = [checkpoint(run, replace(recipe, hidden=part), task, use_reentrant=False) for part in parts]
