@@ -76,6 +76,20 @@ def test_equals_the_dense_classifier(use: str, dtype: torch.dtype, target: Targe
     assert {stop for _, stop in head.ranges} >= {V}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_gradients(dtype: torch.dtype, target: Target) -> None:
+    """A dense classifier is read in tiles of classes, or in registers; a quantized one is not."""
+    head, (hidden, bias, classes) = Head(target.device, dtype), inputs(target.device, dtype)
+    with torch.no_grad():
+        for use in ("mean", "log_probs"):
+            ours, theirs = (
+                USES[use](hidden, weight, classes, linear_bias=bias, backend=target.name)
+                for weight in (head.weight, head.dense)
+            )
+            torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert max(stop - start for start, stop in head.ranges) < V
+
+
 def test_under_autocast(target: Target) -> None:
     head, (hidden, bias, classes) = Head(target.device, torch.float32), inputs(target.device, torch.float32)
     with torch.autocast(torch.device(target.device).type, torch.bfloat16):
