@@ -83,7 +83,7 @@ def test_without_gradients(dtype: torch.dtype, target: Target) -> None:
     with torch.no_grad():
         for use in ("mean", "log_probs"):
             ours, theirs = (
-                USES[use](hidden, weight, classes, linear_bias=bias, backend=target.name)
+                USES[use](hidden, weight, classes, linear_bias=bias, backend=target.name, workspace=120)
                 for weight in (head.weight, head.dense)
             )
             torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
