@@ -21,6 +21,8 @@ from benchmarks.records import load_records, write_records
 from benchmarks.session import Session
 from tests.distributed.pool import PROCESSES, Pool, device
 
+pytestmark = pytest.mark.full("benchmarks/")
+
 SMALL = SUITES["cpu"]["sharded"][0]
 NAMES = SMALL.contenders
 ALL_REDUCES = ("largest logits", "targets' logits", "sums", "gradient of the hidden states")

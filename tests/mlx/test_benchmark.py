@@ -9,6 +9,8 @@ import xent
 from benchmarks.mlx import main
 from benchmarks.records import load_records
 
+pytestmark = pytest.mark.full("benchmarks/")
+
 
 def test_quick_run_writes_a_line_for_each_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--repeats", "1", "--out", str(tmp_path / "lines.jsonl")]) == 0

@@ -23,6 +23,8 @@ from benchmarks.records import Record, load_records, write_records
 from benchmarks.session import Session
 from benchmarks.truth import compute_truth
 
+pytestmark = pytest.mark.full("benchmarks/")
+
 TABLES = [[tuple(map(make, suite)) for suite in SUITES[each].values()] for each in SUITES for make in (replace, quick)]
 SMALL = Case("test", "linear", 96, 16, 100, "float32", ("products", "xent"), accuracy=True)
 CASES = [
