@@ -295,7 +295,8 @@ def join_kernel(
     z_y = tl.where(owned, tl.load(target_logits + here, mask=inside, other=0.0), 0.0)
     key, found = column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
     made = rest, below, weights, mixed * LN2, squares, deficit, counted
-    put(place, slot, inside, made + (peak, z_y, w_y, key, found, 0.0, 0.0), columns)
+    check = tl.full((), 0.0, tl.float32)  # there is none; Triton 3.6 takes no Python number here
+    put(place, slot, inside, made + (peak, z_y, w_y, key, found, check, check), columns)
 
 
 @kernel
