@@ -11,6 +11,7 @@ import sys
 import warnings
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 __all__ = ["Proof"]
 
@@ -19,6 +20,9 @@ _PACKAGE = Path(__file__).parents[1]
 
 class Proof:
     """The proof of one backend's kernels."""
+
+    remembered: ClassVar[int] = 0
+    """How often a check has passed in this process. Calls that "auto" planned before select a backend again."""
 
     def __init__(self, name: str, versions: str) -> None:
         """`versions`: the hardware and the packages for which it is valid."""
@@ -48,6 +52,7 @@ class Proof:
     def remember(self) -> None:
         """Record that the check has passed; warn if the file cannot be written."""
         self.passed = True
+        Proof.remembered += 1
         try:
             self.file().parent.mkdir(parents=True, exist_ok=True)
             with self.file().open("a", encoding="utf-8") as lines:

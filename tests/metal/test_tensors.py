@@ -30,6 +30,8 @@ from tests.test_stats import compare_rows
 from tests.torch.test_layouts import test_views  # noqa: F401
 from xent.backends.metal import torch_machine
 from xent.backends.proof import Proof
+from xent.backends.torch import planned as plans
+from xent.backends.torch.contract import STEPS
 from xent.command.check.case import Case, make_inputs
 from xent.command.check.run import check_all, chunk_cases, planned
 
@@ -129,9 +131,9 @@ def one_case(_: object, function: str, dtype: str, full: bool) -> Sequence[Case]
 
 def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    backend = TARGETS[0].backend
-    run = backend.run
-    monkeypatch.setattr(backend, "run", lambda call: [ran.append("metal"), run(call)][1])
+    TARGETS[0].backend.load()
+    start = STEPS["metal"]
+    monkeypatch.setitem(STEPS, "metal", lambda setting: [ran.append("metal"), start(setting)][1])
     logits, target = draw()
     xent.cross_entropy(logits, target)
     assert not ran
@@ -167,6 +169,7 @@ def test_other_devices_and_float64_are_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(xent.BackendError, match="Metal has no float64, which backend 'torch' serves"):
         xent.cross_entropy(logits.cpu().double(), target.cpu(), **METAL)
     monkeypatch.setattr(torch_machine, "DEVICES", ("other",))
+    plans.clear()
     with pytest.raises(xent.BackendError, match=r"it serves other tensors and got a .*, which backend 'torch' serves"):
         xent.cross_entropy(logits, target, **METAL)
 

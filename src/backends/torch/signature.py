@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from xent.backends.proof import Proof
 from xent.backends.torch import private
 from xent.core.call import ArraySlot, GroupSlot, NumberSlot, Shards
 from xent.core.signature import Function, bucket
@@ -64,7 +65,8 @@ def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signat
     if not _is_plain():
         return None
     kind, axis = arguments[0].device.type, _axis(function, arguments)
-    parts: list[Any] = [function.name, torch.is_grad_enabled(), axis, os.environ.get("XENT_BACKEND")]
+    selection = Proof.remembered, os.environ.get("XENT_BACKEND")  # they decide which backend "auto" selects
+    parts: list[Any] = [function.name, torch.is_grad_enabled(), axis, *selection]
     operands: list[Any] = []
     try:
         if kind != "cpu":
