@@ -78,6 +78,7 @@ WITHOUT_KERNELS = (
     "torch/test_modules.py",
     "torch/test_plans.py",
     "torch/test_private.py",
+    "torch/test_quantized.py::test_memory",
     "torch/test_refusals.py",
     "torch/test_scale.py::test_shards_accept_a_scale_without_gradient",
     "torch/test_repeated_calls.py",

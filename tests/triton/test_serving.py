@@ -9,6 +9,8 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target, backend_of
+from xent.backends.torch import planned
+from xent.backends.torch.contract import STEPS
 from xent.backends.triton import machine
 
 dispatch = sys.modules[xent.backends.__module__]
@@ -23,6 +25,7 @@ def native(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the target's device the one that Triton is native to, as only CUDA is, with no warning given yet."""
     monkeypatch.setattr(BACKEND, "native_to", (target.device,))
     monkeypatch.setattr(dispatch, "_warned", set())
+    planned.clear()  # a later call keeps its backend, without a warning
 
 
 def losses(target: Target, dtype: torch.dtype) -> list[Callable[..., Tensor]]:
@@ -58,13 +61,9 @@ def test_float64_goes_to_torch_without_warning_if_triton_is_not_native() -> None
 
 def test_auto_takes_triton(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
-    run = type(BACKEND).run
-
-    def noted(self: object, call: object) -> object:
-        served.append("triton")
-        return run(BACKEND, call)
-
-    monkeypatch.setattr(type(BACKEND), "run", noted)
+    BACKEND.load()
+    start = STEPS["triton"]
+    monkeypatch.setitem(STEPS, "triton", lambda setting: [served.append("triton"), start(setting)][1])
     for loss in losses(target, torch.float32):
         assert loss().isfinite()
     assert served == ["triton"] * 2
@@ -72,6 +71,7 @@ def test_auto_takes_triton(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_other_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "DEVICES", ("cuda",))
+    planned.clear()
     logits, classes = torch.zeros(3, 5), torch.arange(3)
     message = "it serves cuda tensors and got a cpu tensor, which backend 'torch' serves"
     with pytest.raises(xent.BackendError, match=message):
