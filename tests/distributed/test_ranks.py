@@ -14,6 +14,7 @@ from torch import Tensor
 
 import xent
 from tests.distributed.pool import GPUS, Pool, device, group
+from xent.backends.torch.contract import Schedule
 from xent.backends.torch.portable import steps
 
 ROWS, CLASSES, WIDTH, TAUGHT = 6, 10, 8, 5
@@ -305,3 +306,42 @@ def test_ranks_that_ignore_other_numbers_of_rows(pool: Pool, ranks: int, reducti
         assert text.startswith(
             f"rank {rank}: target of rank {others} differs from that of rank 0, first in row 1: -100"
         )
+
+
+class SkippingForward(Schedule):
+    """Skips rows in the forward pass alone; on a GPU the first part of a backward pass may have such rows too."""
+
+    def __init__(self, steps: Any, setting: Any, step: int, skips: bool) -> None:
+        super().__init__(steps, setting, step, skips and setting.upstream is None)
+
+
+def bias_gradient(ranks: int) -> list[Tensor]:
+    """Return the gradient of the bias with equal schedules of both passes, and with other rows in the backward pass."""
+    group_of_ranks = group(ranks)
+    rank = dist.get_rank()
+    if rank >= ranks:
+        return []
+    arrays, classes = drawn(), cut(rank, ranks)
+    arrays["target"][LAST] = -100
+    gradients = []
+    for schedule in (Schedule, SkippingForward):
+        bias = torch.zeros(CLASSES, device=device())[classes].requires_grad_()
+        with looking(False), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("xent.backends.torch.loop.Schedule", schedule)
+            loss = xent.linear_cross_entropy(
+                arrays["input"],
+                arrays["linear_weight"][classes],
+                arrays["target"],
+                linear_bias=bias,
+                reduction="none",
+                vocab_parallel=xent.VocabParallel(group_of_ranks, first=classes.start, size=CLASSES),
+            )
+            gradients += torch.autograd.grad(loss.sum(), bias)
+    return gradients
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rows_that_the_backward_pass_alone_computes_are_not_nan(pool: Pool, ranks: int) -> None:
+    for gradients in pool.run(bias_gradient, ranks):
+        if gradients:
+            torch.testing.assert_close(*gradients)

@@ -36,6 +36,7 @@ from xent.backends.torch.contract import STEPS, Block, Part, Schedule, Setting, 
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
+from xent.backends.torch.shards.checks import mark_uncomputed
 from xent.backends.torch.sources import Computed, Loaded, Logits, Stored, at_once, in_one_part
 from xent.core.call import Call, Dense, Given, Probabilities, TopK
 from xent.core.chunks import rows_per_chunk
@@ -106,6 +107,8 @@ def _run(
     wanted, given = setting.made_first or not forward, isinstance(call.source, Given)
     if forward and not wanted and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
+        if call.shards is not None:
+            mark_uncomputed(saved, setting.columns.index("range"), setting.vocabulary)
     again = not forward and steps.saves
     if steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, (Dense, TopK))):
         if given:

@@ -16,7 +16,7 @@ from torch import Tensor
 from xent.backends.torch.memory import block_rows
 from xent.core.call import Allowed, Call, Classes, Dense, Probabilities, Product, TopK, array_of
 
-__all__ = ["compared", "line_checks", "range_check", "row_checks"]
+__all__ = ["compared", "line_checks", "mark_uncomputed", "range_check", "row_checks"]
 
 _MULTIPLIER = -7046029254386353131  # odd, 2^64 divided by the golden ratio, as int64
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,6 +93,16 @@ def range_check(first: int, stop: int) -> int:
     if each class is on one rank, and almost never otherwise.
     """
     return (_hash(stop) - _hash(first) + 2**31) % 2**32 - 2**31
+
+
+def mark_uncomputed(saved: Tensor, place: int, vocabulary: int) -> None:
+    """Write the number of all classes to column `place` of saved sums (K, N).
+
+    A forward pass overwrites it in the rows that it computes. A backward pass may come across the others, whose
+    gradient is 0, and must not take them for rows whose classes do not tile the vocabulary.
+    """
+    column = saved[place]
+    column.view(_INTEGERS[column.itemsize]).fill_(range_check(0, vocabulary))
 
 
 def _hash(number: int) -> int:
