@@ -10,7 +10,7 @@ from xent.backends.torch.codec import split, text
 from xent.backends.torch.contract import wide
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.plan import asked_of, compute_of, leaves_of
-from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed
+from xent.backends.torch.prepare import classes_last, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.core.call import Call, Given, Options, array_of, folded, replaced
 from xent.core.spec import Stats
@@ -45,7 +45,7 @@ def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
         results = torch.ops.xent.forward(form, [], kernel, False, tensors)
     else:
         results = operations.decided(form, kernel, True, *tensors)
-    return shaped(results, rows_of(call), call.options)
+    return shaped(results, call)
 
 
 def _symbolic(call: Call) -> Options:

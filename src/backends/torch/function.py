@@ -181,9 +181,14 @@ def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) 
     else:
         plain = is_plain(given)
         gradients = Once.apply(lambda *_: _gradients(plan, call, kept, tensors, upstream, plain), *saved)
+    return _typed(gradients, plan.dtypes)
+
+
+def _typed(gradients: list[Any], dtypes: list[Any]) -> list[Any]:
+    """Return gradients in the dtypes of their leaves."""
     return [
         gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
-        for gradient, dtype in zip(gradients, plan.dtypes, strict=True)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
     ]
 
 
@@ -212,8 +217,13 @@ class PlainLoss(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return None, *_differentiated(ctx, ctx.plan, ctx.call, upstream)
+    def backward(ctx: Any, loss: Any, *others: Any) -> Any:
+        plan, alone = ctx.plan, others.count(None) == len(others)
+        if ctx.call is None and alone and not torch.is_grad_enabled() and is_plain([loss]):
+            drops = not private.keeps_graph()
+            gradients = _scaled(plan, len(plan.dtypes), ctx.saved_tensors, loss, True, drops)
+            return None, *_typed(gradients, plan.dtypes)
+        return None, *_differentiated(ctx, plan, ctx.call, (loss, *others))
 
 
 class Loss(torch.autograd.Function):

@@ -6,13 +6,14 @@ that a first call raises.
 """
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 from xent.backends.torch.entry import check_inplace
 from xent.backends.torch.function import PlainLoss, Run, undisturbed
 from xent.backends.torch.loop import forward
 from xent.backends.torch.plan import Plan, asked_of, leaves_of
-from xent.backends.torch.prepare import classes_last, is_last, is_prepared, prepare, rows_of, shaped, typed
+from xent.backends.torch.prepare import classes_last, is_last, is_prepared, prepare, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.backends.torch.signature import Signature, signature_of, stand_ins
 from xent.core.call import Call, Given, Options, array_of, folded, replaced
@@ -85,8 +86,7 @@ def evaluate(
     if planned.overwrites:
         source: Any = call.source
         check_inplace(source.logits, plan.asked)
-    rows = rows_of(call)
-    leaves = [leaf for leaf, asked in zip(leaves_of(call), plan.asked, strict=True) if asked]
+    in_rows, leaves = call, list(compress(leaves_of(call), plan.asked))
     if plan.asked[-2]:
         target: Any = call.target
         call = replaced(call, target=replaced(target, values=target.values.detach()))
@@ -96,5 +96,4 @@ def evaluate(
         results = PlainLoss.apply(Run(plan, call), *leaves)[: len(plan.names)]
     else:
         results = undisturbed(plan.device, forward, plan, call)
-    loss, stats = shaped(results, rows, plan.call.options)
-    return plan.call.options, loss, stats
+    return plan.call.options, *shaped(results, in_rows)

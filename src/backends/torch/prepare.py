@@ -134,11 +134,14 @@ def _reads(call: Call) -> bool:
     return any(hasattr(number, "requires_grad") for number in numbers)
 
 
-def shaped(results: list[Tensor], rows: tuple[int, ...], options: Options) -> tuple[Tensor, Stats]:
-    """Return the loss and the statistics, those per row in the shape of the rows."""
-    loss = results[0].view(rows) if options.reduction == "none" else results[0]
-    if not options.stats:
+def shaped(results: list[Tensor], call: Call) -> tuple[Tensor, Stats]:
+    """Return the loss and the statistics, those per row in the shape of the rows of an aligned call."""
+    options, loss = call.options, results[0]
+    if options.reduction != "none" and not options.stats:
         return loss, _NO_STATS
+    rows = rows_of(call)
+    if options.reduction == "none":
+        loss = loss.view(rows)
     stats = zip(options.stats, results[1:], strict=True)
     return loss, Stats(**{name: each.view(rows) if is_per_row(name, options) else each for name, each in stats})
 

@@ -10,6 +10,8 @@ tangent; nor have calls under a mode, a transform or a tracer.
 
 import dataclasses
 import os
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, type(None))
 _FIXED = frozenset(("linear_weight", "linear_bias", "weight", "teacher.weight", "teacher.bias", "subset.ids"))
 """The arrays without an axis of rows."""
+_LAST = frozenset(("input", "teacher.input", "teacher.ids", "teacher.log_probs"))
+"""Those whose last axis is no axis of rows."""
 _RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
     LinearTeacher: ("teacher", ("input", "weight", "bias", "softcap", "logit_scale")),
     TopKTeacher: ("teacher", ("ids", "log_probs", "tail")),
@@ -65,16 +69,22 @@ def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signat
     if not _is_plain():
         return None
     kind, axis = arguments[0].device.type, _axis(function, arguments)
-    selection = Proof.remembered, os.environ.get("XENT_BACKEND")  # they decide which backend "auto" selects
-    parts: list[Any] = [function.name, torch.is_grad_enabled(), axis, *selection]
+    if kind == "meta":
+        return None
+    # The first two decide which backend "auto" selects.
+    parts: list[Any] = [Proof.remembered, os.environ.get("XENT_BACKEND"), function.name, torch.is_grad_enabled(), axis]
     operands: list[Any] = []
+    if kind != "cpu":
+        parts.append(os.environ.get("XENT_CHECK_TARGETS"))  # it decides which numbers the host reads
+    if torch.is_autocast_enabled(kind):
+        parts.append(torch.get_autocast_dtype(kind))
     try:
-        if kind != "cpu":
-            parts.append(os.environ.get("XENT_CHECK_TARGETS"))  # it decides which numbers the host reads
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            parts.append(torch.get_autocast_dtype(kind))
-        for name, default, argument in zip(function.names, function.defaults, arguments, strict=True):
-            if argument is not default:
+        passed = map(is_not, arguments, function.defaults)
+        for name, argument in compress(zip(function.names, arguments, strict=True), passed):
+            if type(argument) in _PLAIN_TYPES:
+                parts.append(_facts(argument, name, axis))
+                operands.append(argument)
+            else:
                 _add(name, argument, axis, parts, operands)
     except _NotPlain:
         return None
@@ -186,28 +196,24 @@ def _add_shards(argument: Any, parts: list[Any], operands: list[Any]) -> None:
 
 def _class_axis(name: str, tensor: Tensor, axis: int) -> int | None:
     """Return the axis of a tensor that is no axis of rows; None if all are, or none."""
-    if name in ("input", "teacher.input", "teacher.ids", "teacher.log_probs"):
+    if name in _LAST:
         return -1
     return axis if name in ("logits", "teacher") or (name == "target" and tensor.is_floating_point()) else None
 
 
 def _facts(tensor: Tensor, name: str, axis: int) -> tuple[Any, ...]:
     """Return what a signature has of a plain tensor."""
+    if tensor.is_neg() or tensor.is_nested or tensor.is_meta or forward_ad.unpack_dual(tensor).tangent is not None:
+        raise _NotPlain
     try:
-        address = tensor.data_ptr()
+        aligned = tensor.data_ptr() % 16 == 0
     except RuntimeError:  # it has no memory, or a layout that is not strided
         raise _NotPlain from None
-    device, shape = tensor.device, tensor.shape
-    if tensor.is_neg() or tensor.is_nested or device.type == "meta":
-        raise _NotPlain
-    if forward_ad.unpack_dual(tensor).tangent is not None:
-        raise _NotPlain
-    sizes: Any = len(shape)
-    if name in _FIXED:
-        sizes = shape
-    elif (of_classes := _class_axis(name, tensor, axis)) is not None and -sizes <= of_classes < sizes:
-        sizes = sizes, shape[of_classes]
-    return name, tensor.dtype, device, sizes, tensor.requires_grad, tensor.is_contiguous(), address % 16 == 0
+    shape = tensor.shape
+    sizes: Any = shape if name in _FIXED else len(shape)
+    if name not in _FIXED and (of_classes := _class_axis(name, tensor, axis)) is not None:
+        sizes = (sizes, shape[of_classes]) if -sizes <= of_classes < sizes else sizes
+    return name, tensor.dtype, tensor.device, sizes, tensor.requires_grad, tensor.is_contiguous(), aligned
 
 
 def _slot(tensor: Tensor, name: str, place: int, axis: int) -> ArraySlot:

@@ -68,6 +68,9 @@ class Decisions:
         names = () if upstream is not None else [name for name in ("loss", *stats) if name != "count"]
         self.recorded = [(name, torch.int64 if name == "predictions" else torch.float32) for name in names]
         """The results of rows that kernels of a forward pass record, with their dtypes."""
+        changed = self.way.capped or self.way.scaled or self.way.z_loss or differs(options.label_smoothing, 0)
+        self.numbers = None if changed else Numbers(1.0, 0.0, 0.0, 0.0, 1.0)
+        """The numbers of the options, if these are neutral."""
         self.launches: dict[Any, Launch] = {}
 
 
@@ -97,20 +100,24 @@ class Inputs:
             ids, self.ignore_index, self.limit = target.ids, options.ignore_index, setting.vocabulary
         elif isinstance(target, Probabilities):
             ids = target.order
-        values = options.label_smoothing, options.z_loss, softcap, scale
-        (smoothing, z_loss, *activation), numbers = floats_of(values, self.device)
-        self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, z_loss, *activation)
-        self.upstreams = _NO_UPSTREAMS
-        if upstream is not None:
-            given = [None if each is None else each.expand(self.count).contiguous() for each in upstream]
-            self.upstreams = Upstreams(*given)
+        numbers: Tensor | None = None
+        self.numbers: Numbers = decisions.numbers
+        if decisions.numbers is None:
+            values = options.label_smoothing, options.z_loss, softcap, scale
+            (smoothing, z_loss, *activation), numbers = floats_of(values, self.device)
+            self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, z_loss, *activation)
         weight = total = None
         if options.weight is not None:
             weight = options.weight.float().contiguous()
             total = weight.sum() if self.way.smoothed else None
         rows = Rows(ids, options.sample_weight, weight, total, None, temperature, numbers)
-        self.kind = alignment(ids, options.sample_weight, weight, temperature, *self.upstreams)
+        self.kind = alignment(ids, options.sample_weight, weight, temperature)
         """The alignment of the tensors of callers in argument groups; that of others is known."""
+        self.upstreams = _NO_UPSTREAMS
+        if upstream is not None:
+            expanded = [None if each is None else each.expand(self.count).contiguous() for each in upstream]
+            self.upstreams = Upstreams(*expanded)
+            self.kind += alignment(*expanded)
         if upstream is None and looks_at_targets(self.device):
             if ids is not None and self.limit != _NO_LIMIT:
                 check_targets(ids, self.ignore_index, self.limit)
@@ -134,8 +141,9 @@ class Inputs:
         weight = rows.class_weight if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
         if shards is not None and weight is not None:
             weight = weights_of(weight, cast(rows.target, torch.int64), shards)
-        bound = options_of_float16(self.setting, rows.class_weight) if in_float16 else (0.0, 1.0)
-        (others, scale), numbers = floats_of(bound, device)
+        others, scale, numbers = 0.0, 1.0, None
+        if in_float16:
+            (others, scale), numbers = floats_of(options_of_float16(self.setting, rows.class_weight), device)
         if weight is not rows.class_weight:
             rows = rows._replace(class_weight=weight)
         divisor = torch.empty(3, dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ from xent.backends.torch.memory import cast, is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
 from xent.backends.triton import targets
-from xent.backends.triton.geometry import Placed, in_blocks, placed, rows_of, sizes
+from xent.backends.triton.geometry import Placed, Strides, in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.fold import fold_kernel
@@ -262,31 +262,35 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
 
     They are scaled in their own memory with `inplace`. Two that fill their memory take one launch.
     """
-    scaled = [grad if inplace else grad.clone() for grad in grads]
-    pieces: list[Tensor] = []
+    scaled = grads if inplace else [grad.clone() for grad in grads]
+    waiting: Tensor | None = None
     for grad in scaled:
-        if is_dense(grad):
-            pieces.append(grad.as_strided((1, grad.numel()), (1, 1)))
+        if not is_dense(grad):
+            for some in placed(Block(grad, grad=grad)):
+                _scale_rows(some.logits, some.rows, some.number, some.logits.shape[-1], None, upstream, deferred)
+        elif waiting is None:
+            waiting = grad
         else:
-            pieces.extend(some.logits for some in placed(Block(grad, grad=grad)))
-    while pieces:
-        first, second = pieces.pop(0), None
-        if pieces and first.shape[0] == pieces[0].shape[0] == 1:
-            second = pieces.pop(0)
-        blocks = [
-            0 if piece is None else piece.shape[:-1].numel() * cdiv(piece.shape[-1], _SCALED)
-            for piece in (first, second)
-        ]
-        if sum(blocks):
-            inner, outer, row = rows_of(first) or (1, 0, 0)
-            count, length = first.shape[:-1].numel(), first.shape[-1]
-            dtypes = [None if tensor is None else tensor.dtype for tensor in (first, second, upstream, deferred)]
-            _SCALE(
-                *((first.device, *dtypes), min(sum(blocks), 4 * multiprocessors(first.device))),
-                *(first, inner, outer, row, second, upstream, deferred, count, length),
-                0 if second is None else second.shape[-1],
-            )
+            _scale_rows(waiting, (1, 0, 0), 1, waiting.numel(), grad, upstream, deferred)
+            waiting = None
+    if waiting is not None:
+        _scale_rows(waiting, (1, 0, 0), 1, waiting.numel(), None, upstream, deferred)
     return scaled
+
+
+def _scale_rows(
+    first: Tensor, rows: Strides, count: int, length: int, second: Tensor | None, upstream: Tensor, deferred: Any
+) -> None:
+    """Scale `count` rows of `length` elements, and a second tensor that fills its memory, in one launch."""
+    more = 0 if second is None else second.numel()
+    blocks = count * cdiv(length, _SCALED) + cdiv(more, _SCALED)
+    if blocks:
+        device = first.device
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (first, second, upstream, deferred)]
+        _SCALE(
+            *((device, *dtypes), min(blocks, 4 * multiprocessors(device)), first, *rows, second, upstream, deferred),
+            *(count, length, more),
+        )
 
 
 def _start(setting: Setting) -> Steps:
