@@ -88,7 +88,8 @@ FAULTS = [
     ),
     Fault(
         "scale and temperature not differentiated", PORTABLE + "steps.py",
-        "given = [None if one is None else times(linear, one) for one in given]", "pass",
+        "r, of_lse, of_nll, of_entropy = [None if factor is None else times(linear, factor) for factor in factors]",
+        "pass",
         (MATRIX, "-k", "scale or temperature"),
     ),
     Fault(
@@ -141,7 +142,7 @@ FAULTS = [
     # Results.
     Fault(
         "accuracy over all rows", PORTABLE + "steps.py",
-        'correct.sum().to(self.dtype) / self._result("count").clamp(min=1)', "correct.to(self.dtype).mean()",
+        'correct.sum().to(facts.dtype) / self._result("count").clamp(min=1)', "correct.to(facts.dtype).mean()",
         (STATS, "-k", "accuracy or stat"),
     ),
     Fault(
@@ -151,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "NaN in rows of weight 0", PORTABLE + "steps.py",
-        "absent = self.excluded if summed", "absent = None if summed",
+        "absent = facts.excluded if summed", "absent = None if summed",
         ("tests/test_promises.py",),
     ),
     # The rows of PyTorch.

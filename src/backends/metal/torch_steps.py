@@ -28,15 +28,15 @@ class MetalSteps(PortableSteps):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        options, names = setting.call.options, self.names
+        options, names = setting.call.options, self.facts.names
         self._places = {"peak": 0, "log_sum": 1} | ({"entropy": names.index("mixed")} if "mixed" in names else {})
         self._asked = {
             name: torch.int64 if name == "predictions" else torch.float32
             for name in ROW_STATS[1:]  # the lse follows from the norm
             if name in options.stats or (name == "predictions" and "accuracy" in options.stats)
         }
-        weight = None if self.class_weight is None else self.class_weight.contiguous()
-        (scale, cap, heat), ones = self.activation, torch.ones(setting.count, device=setting.device)
+        weight = None if self.facts.class_weight is None else self.facts.class_weight.contiguous()
+        (scale, cap, heat), ones = self.facts.activation, torch.ones(setting.count, device=setting.device)
         numbers = torch.zeros(8, device=setting.device)  # see `xent.backends.mlx.kernels.Facts.numbers`
         smoothing, total = options.label_smoothing, setting.vocabulary if weight is None else weight.sum()
         values = (smoothing, options.z_loss, cap, scale, smoothing / setting.vocabulary, total)
@@ -44,11 +44,11 @@ class MetalSteps(PortableSteps):
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value or 0.0)
         self._whole = {"numbers": numbers, "class_weight": weight}
         self._rows_of: dict[str, Tensor | None] = {
-            "target": self.target,
+            "target": self.facts.target,
             "row_activation": None if heat is None else torch.stack([numbers[3], numbers[2]]) / heat[:, None],
-            "weight": self.weight,
-            "scale": self.scale,
-            "excluded": ones == 0 if self.excluded is None else self.excluded.contiguous(),
+            "weight": self.facts.weight,
+            "scale": self.facts.scale,
+            "excluded": ones == 0 if self.facts.excluded is None else self.facts.excluded.contiguous(),
         }
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
@@ -65,7 +65,7 @@ class MetalSteps(PortableSteps):
             peak, log_sum = norm.unbind(1)
             lse = found["lse"] = torch.where(peak == -torch.inf, peak, peak + log_sum)
             if "z_loss" in stats:
-                weight, factor = at(self.weight, index), self.setting.call.options.z_loss
+                weight, factor = at(self.facts.weight, index), self.setting.call.options.z_loss
                 term = factor * lse.square() if smooths(factor) else torch.zeros_like(lse)
                 found["z_loss"] = term * weight
             if saved is not None:
@@ -73,7 +73,7 @@ class MetalSteps(PortableSteps):
                 for name, place in self._places.items():
                     saved[place, index] = kept[name]
         if "accuracy" in stats and isinstance(self.setting.call.target, Probabilities):
-            found["truth"] = probabilities(self.rows(index)).argmax(-1)
+            found["truth"] = probabilities(self.facts.rows(index)).argmax(-1)
         self.record(found, index)
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
@@ -82,7 +82,7 @@ class MetalSteps(PortableSteps):
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of whole rows with one launch of the kernel."""
-        rows, upstream = slice(block.start, block.start + len(block.logits)), self.upstream
+        rows, upstream = slice(block.start, block.start + len(block.logits)), self.facts.upstream
         if not len(block.logits) or block.grad is None:
             return
         index = index_of(part, rows.start, rows.stop)
@@ -106,7 +106,7 @@ class MetalSteps(PortableSteps):
         options, logits, grad = self.setting.call.options, block.logits, block.grad
         (count, vocabulary), values = logits.shape, None
         if isinstance(self.setting.call.target, Probabilities):
-            values = probabilities(self.rows(index))
+            values = probabilities(self.facts.rows(index))
             values = (values if values.dtype in _TYPES else values.float()).contiguous()
         if grad is not None:
             results = results | {"grad": grad if grad.dtype == logits.dtype else torch.empty_like(logits)}
@@ -120,7 +120,7 @@ class MetalSteps(PortableSteps):
             T=_TYPES[logits.dtype],
             Probability="float" if values is None else _TYPES[values.dtype],
             SMOOTHED=smooths(options.label_smoothing),
-            CAPPED=self.activation.softcap is not None,
+            CAPPED=self.facts.activation.softcap is not None,
             SKIPS_EXCLUDED=not self._asked and "lse" not in options.stats,
         )
         # Placeholders for missing tensors are not accessed.

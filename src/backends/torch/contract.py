@@ -1,6 +1,6 @@
 """The contract between the loop and a device's steps: read this before `loop`, or to add a device.
 
-`loop.run` asks the object in `STEPS` for a `Steps` of one prepared call, and then, for each part of its rows::
+`loop` asks the function in `STEPS` for a `Steps` of one prepared call, and then, for each part of its rows::
 
     whole_rows                      everything in one launch, if the device can and the classes are all here
     or: fold, gather, finish, gradient, with the sums of a row in one column of a packed (K, R) tensor
@@ -35,6 +35,7 @@ are global. Merged, `range` is that of [0, V), unless the rows of the ranks diff
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,9 +49,9 @@ __all__ = [
     "SCALES",
     "STEPS",
     "Block",
+    "Loaded",
     "Part",
     "Schedule",
-    "Selected",
     "Setting",
     "Steps",
     "Upstream",
@@ -59,6 +60,9 @@ __all__ = [
     "smooths",
     "wide",
 ]
+
+
+_NONE: Any = None
 
 
 class Upstream(NamedTuple):
@@ -215,19 +219,25 @@ class Block(NamedTuple):
     teacher: Tensor | None = None
     """(R, C) raw logits of a `Dense` teacher, of any float dtype."""
     input_checks: Tensor | None = None
-    """(R,) int32: see `Selected`."""
+    """(R,) int32: see `Loaded`."""
 
 
-class Selected(NamedTuple):
-    """Hidden states (R, D) of a part, in the compute dtype."""
+@dataclass(eq=False, slots=True)
+class Loaded:
+    """A part that is being computed; of a product with its hidden states (R, D) in the compute dtype."""
 
-    hidden: Tensor
-    trained: Tensor
+    part: Part
+    hidden: Tensor = _NONE
+    trained: Tensor = _NONE
     """The same, with 0 in rows without a gradient, so that a NaN there does not reach the classifier's gradient."""
-    target_logits: Tensor | None
+    target_logits: Tensor | None = None
     """See `Block`. None if targets are not class indices, and if the compute dtype is float32 or float64."""
     input_checks: Tensor | None = None
     """(R,) int32: checksums of the caller's hidden states, in shards, from steps that compute them with `select`."""
+    logits: Tensor | None = None
+    """(R, columns) after the product."""
+    grad: Tensor | None = None
+    """(R, columns), of the logits, in the compute dtype."""
 
 
 class Steps(Protocol):
@@ -252,7 +262,7 @@ class Steps(Protocol):
         None if the host knows that there are none. Never called on an accelerator while a graph is traced or captured.
         """
 
-    def select(self, source: Any, part: Part) -> Selected:
+    def select(self, source: Any, part: Part) -> Loaded:
         """Gather the hidden states of a part, and compute the logits of its targets on this rank.
 
         `source` is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden states themselves in a
@@ -268,11 +278,11 @@ class Steps(Protocol):
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums of a block to `sums` (K, R) of its rows, or with `adds` merge them into it. C may be 0."""
 
-    def fold_product(self, source: Any, selected: Selected, part: Part, sums: Tensor) -> bool:
+    def fold_product(self, source: Any, loaded: Loaded, sums: Tensor) -> bool:
         """Write all sums (K, R) of a part from its hidden states, without storing logits. False if a device cannot."""
         return False
 
-    def gradient_product(self, source: Any, selected: Selected, part: Part, coefficients: Any, grad: Tensor) -> bool:
+    def gradient_product(self, source: Any, loaded: Loaded, coefficients: Any, grad: Tensor) -> bool:
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
         return False
 

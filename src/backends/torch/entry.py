@@ -9,7 +9,7 @@ from xent.backends.torch import operations, private
 from xent.backends.torch.codec import split, text
 from xent.backends.torch.contract import wide
 from xent.backends.torch.memory import overlaps
-from xent.backends.torch.plan import asked_of, compute_of, leaves_of
+from xent.backends.torch.plan import Asked, asked_of, compute_of, leaves_of
 from xent.backends.torch.prepare import classes_last, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.core.call import Call, Given, Options, array_of, folded, replaced
@@ -62,12 +62,12 @@ def _symbolic(call: Call) -> Options:
     return options
 
 
-def check_inplace(logits: Tensor, asked: tuple[bool, ...]) -> None:
+def check_inplace(logits: Tensor, asked: Asked) -> None:
     """Raise an error for logits that their gradient must not overwrite."""
-    if not any(asked):
+    if not any(asked.flags):
         return
-    for place, name in ((-2, "target"), (-1, "logit_scale")):
-        if asked[place]:
+    for is_asked, name in ((asked.probabilities, "target"), (asked.scale, "logit_scale")):
+        if is_asked:
             raise ValueError(
                 f"inplace=True overwrites the logits, from which the gradient of {name} is computed: pass "
                 f"inplace=False, or {name}.detach()"

@@ -88,7 +88,7 @@ class Run:
         self.plan, self.call = plan, call
 
 
-def _placed(gradients: Any, flags: Asked) -> list[Tensor | None]:
+def _placed(gradients: Any, flags: tuple[bool, ...]) -> list[Tensor | None]:
     """Return gradients at the places of flags that are True, and None at the others."""
     rest = iter(gradients)
     return [next(rest) if flag else None for flag in flags]
@@ -104,13 +104,14 @@ def _gradients(
     drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
     if not plan.first:
         return _computed(plan, call, plan.asked, kept[0] if kept else None, tensors, upstream, plain, drops)
-    flags = (*plan.asked[:-2], False, plan.asked[-1])
+    asked = plan.asked
+    flags = asked._replace(probabilities=False).flags
     gradients = _placed(_scaled(plan, sum(flags), kept, upstream[0], plain, drops), flags)
-    if plan.asked[-2]:
-        only = (*[False] * (len(flags) - 2), True, False)
+    if asked.probabilities:
+        only = Asked((False,) * len(asked.leaves), True, False)
         (of_probabilities,) = _computed(plan, call, only, None, tensors, upstream, plain, drops)
-        gradients[-2] = of_probabilities
-    return [gradient for gradient, wanted in zip(gradients, plan.asked, strict=True) if wanted]
+        gradients[len(asked.leaves)] = of_probabilities
+    return [gradient for gradient, wanted in zip(gradients, plan.flags, strict=True) if wanted]
 
 
 def _scaled(plan: Plan, count: int, kept: Any, upstream: Any, plain: bool, drops: bool) -> list[Tensor]:
@@ -141,19 +142,19 @@ def _computed(
     gradients = undisturbed(plan.device, backward, plan, call, asked, reuse, sums, of_results)
     if reuse:
         torch.autograd.graph.increment_version(call.source.logits)
-    return [gradient for gradient, wanted in zip(gradients, asked, strict=True) if wanted]
+    return [gradient for gradient, wanted in zip(gradients, asked.flags, strict=True) if wanted]
 
 
 def _by_operation(plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, upstream: Upstream) -> list[Tensor]:
     """Return the gradients from the custom operation."""
     form = plan.form or text(split(put(call, plan.places, iter(tensors)), []))
-    operands = sums, *upstream, *tensors
+    operands, flags = (sums, *upstream, *tensors), list(asked.flags)
     compiling = torch.compiler.is_dynamo_compiling()
 
     def gradients(sums: Any, *rest: Any) -> Any:
         if not compiling and any(type(one) in _PLAIN_TYPES and not has_memory(one) for one in rest[:4]):
             raise NotImplementedError(refusals.NO_BATCH)
-        return torch.ops.xent.backward(form, list(asked), plan.kernel, plan.skips, list(rest[4:]), sums, *rest[:4])
+        return torch.ops.xent.backward(form, flags, plan.kernel, plan.skips, list(rest[4:]), sums, *rest[:4])
 
     return list(gradients(*operands) if compiling else Once.apply(gradients, *operands))
 
@@ -205,7 +206,7 @@ class PlainLoss(torch.autograd.Function):
             torch.autograd.graph.increment_version(leaves[0])
             results, kept = results[:count], leaves[:1]
         ctx.plan, ctx.call, ctx.kept = plan, None, len(kept)
-        if not plan.first or plan.asked[-2]:
+        if not plan.first or plan.asked.probabilities:
             if plan.places is None:
                 plan.places = places_of(call)
             ctx.call = take(call, plan.places, tensors)
@@ -231,15 +232,15 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
-        tensors = list(inputs[sum(plan.asked) :])
-        return tuple(torch.ops.xent.compute(plan.form, list(plan.asked), plan.kernel, plan.skips, tensors))
+        tensors = list(inputs[sum(plan.flags) :])
+        return tuple(torch.ops.xent.compute(plan.form, list(plan.flags), plan.kernel, plan.skips, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         plan, *rest = inputs
-        kept, tensors = output[len(plan.names) :], rest[sum(plan.asked) :]
+        kept, tensors = output[len(plan.names) :], rest[sum(plan.flags) :]
         ctx.plan, ctx.kept = plan, len(kept)
-        ctx.save_for_backward(*kept, *(() if plan.first and not plan.asked[-2] else tensors))
+        ctx.save_for_backward(*kept, *(() if plan.first and not plan.asked.probabilities else tensors))
         ctx.mark_non_differentiable(*[output[index] for index in plan.constant], *(() if plan.first else kept))
         ctx.set_materialize_grads(False)
 
@@ -262,7 +263,7 @@ class Loss(torch.autograd.Function):
 
 def _refuse(plan: Plan, message: str, operands: Any) -> None:
     """Raise an error about the first tensor of a call whose place in the inputs has a value that is not None."""
-    named = refusals.named(parse(plan.form, operands[sum(plan.asked) :]))
+    named = refusals.named(parse(plan.form, operands[sum(plan.flags) :]))
     raise NotImplementedError(message.format(next(iter(named), "an argument")))
 
 

@@ -27,17 +27,18 @@ such a call computes log p here, from the given logits, or from float32 logits o
 """
 
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Part, Schedule, Setting, Steps, Upstream, wide
+from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Schedule, Setting, Steps, Upstream, wide
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
 from xent.backends.torch.shards.checks import mark_uncomputed
-from xent.backends.torch.sources import Computed, Loaded, Logits, Stored, at_once, in_one_part
+from xent.backends.torch.sources import Computed, Logits, Stored, at_once, in_one_part
 from xent.core.call import Call, Dense, Given, Probabilities, TopK
 from xent.core.chunks import rows_per_chunk
 
@@ -54,10 +55,8 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     steps, gradients, saved = _run(setting, plan, reuse)
     results = steps.results()
     if setting.made_first:
-        results += [
-            gradient for gradient, wanted in zip(gradients, asked, strict=False) if wanted and gradient is not None
-        ]
-        if asked[-1]:
+        results += [gradient for gradient in compress(gradients, asked.leaves) if gradient is not None]
+        if asked.scale:
             results.append(_scale_gradient(setting, gradients))
         if setting.compute == torch.float16:
             results.append(results[0].new_ones(()) if steps.deferred is None else steps.deferred.clone())
@@ -76,23 +75,23 @@ def backward(
     setting, factor = plan.setting(call, upstream), None
     gradients: list[Tensor | None] = [None] * len(setting.needs)
     without_scale = setting
-    if asked[-1] and setting.compute == torch.float16:
+    if asked.scale and setting.compute == torch.float16:
         # The factor s is multiplied in later: with it, the terms of the scale's gradient could underflow.
         factor = call.activation.logit_scale
         if not isinstance(factor, Tensor):
             factor = torch.full((), factor, dtype=torch.float32, device=setting.device)
         divided = [None if gradient is None else gradient / factor for gradient in upstream]
         without_scale = setting._replace(upstream=Upstream(*divided))
-    if any(asked[:-2]) or asked[-1]:
+    if any(asked.leaves) or asked.scale:
         gradients = _run(without_scale, plan, reuse, saved)[1]
-    of_scale = _scale_gradient(setting, gradients) if asked[-1] else None
+    of_scale = _scale_gradient(setting, gradients) if asked.scale else None
     if factor is not None and of_scale is not None:
         of_scale *= factor
         for gradient in gradients:
             if gradient is not None:  # PyTorch would round a 0-d factor on an accelerator to float16 first
                 torch.mul(gradient, factor.reshape(1), out=gradient)
-    gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, asked, strict=False)]
-    return [*gradients, _probability_gradient(setting) if asked[-2] else None, of_scale]
+    gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, asked.leaves, strict=True)]
+    return [*gradients, _probability_gradient(setting) if asked.probabilities else None, of_scale]
 
 
 def _run(

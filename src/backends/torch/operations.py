@@ -19,7 +19,7 @@ from xent.backends.torch.contract import Upstream, columns, wide
 from xent.backends.torch.function import Loss, has_memory, undisturbed
 from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.memory import cast, gradient_like
-from xent.backends.torch.plan import Plan, asked_of, compute_of, leaves_of, made_first
+from xent.backends.torch.plan import Plan, asked_for, asked_of, compute_of, leaves_of, made_first
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.signature import slot_of
@@ -55,7 +55,7 @@ def _planned(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
         if len(_PLANS) >= _MOST:
             _PLANS.clear()
         is_new, call = True, parse(form, [slot_of(place, tensor) for place, tensor in enumerate(tensors)])
-        plan = Plan(call, tuple(asked) or (False,) * len(leaves_of(call)), kernel, skips)
+        plan = Plan(call, asked_for(asked or [False] * len(leaves_of(call))), kernel, skips)
         planned = _PLANS[key] = plan, binder(call)
     plan, bind = planned
     return plan, bind(tensors), is_new
@@ -65,7 +65,7 @@ def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
     """Return the results; then, if gradients are asked for, the made ones or the sums for the backward pass."""
     plan, call, is_new = _planned(form, asked, kernel, skips, tensors)
     # Its numbers are checked once: no public function has done it if the program was exported.
-    prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], True, is_new)
+    prepared = undisturbed(plan.device, prepare, call, plan.asked.leaves, plan.asked.scale, True, is_new)
     results: list[Tensor] = undisturbed(plan.device, forward, plan, prepared)
     return results
 
@@ -80,11 +80,12 @@ def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensor
         made.append(torch.empty((count,) if is_per_row(name, options) else (), dtype=dtype, device=device))
     if not any(asked):
         return made
-    of_leaves = (*asked[:-2], asked[-1])
-    if made_first(call, of_leaves):
-        made += _like_leaves(call, [*asked[:-2], False, False], True)
-        made += [torch.empty((), dtype=acc, device=device) for _ in range(asked[-1] + (compute == torch.float16))]
-    elif any(of_leaves) and not isinstance(call.target, (Dense, TopK)):
+    gradients = asked_for(asked)
+    needs = any(gradients.leaves) or gradients.scale
+    if made_first(call, needs):
+        made += _like_leaves(call, [*gradients.leaves, False, False], True)
+        made += [torch.empty((), dtype=acc, device=device) for _ in range(gradients.scale + (compute == torch.float16))]
+    elif needs and not isinstance(call.target, (Dense, TopK)):
         made.append(torch.empty((len(columns(call)), count), dtype=acc, device=device))
     return made
 
@@ -111,7 +112,7 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients that are asked for, in the dtypes of the tensors."""
     plan, call, _ = _planned(form, asked, kernel, skips, tensors)
-    prepared = undisturbed(plan.device, prepare, call, plan.asked[:-2], plan.asked[-1], False)
+    prepared = undisturbed(plan.device, prepare, call, plan.asked.leaves, plan.asked.scale, False)
     made = undisturbed(plan.device, backward, plan, prepared, plan.asked, False, saved, Upstream(*upstream))
     # The call of an eager loss has the number of a scale instead of its tensor.
     pairs = zip(made, leaves_of(call), strict=True)
@@ -146,9 +147,9 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
     refusals.refuse(call, True)
     leaves = leaves_of(call)
     asked = asked_of(leaves)
-    if not (any(asked) or private.transforms_active()):
-        return tuple(torch.ops.xent.compute(form, list(asked), kernel, skips, list(tensors)))
-    wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
+    if not (any(asked.flags) or private.transforms_active()):
+        return tuple(torch.ops.xent.compute(form, list(asked.flags), kernel, skips, list(tensors)))
+    wanted = [leaf for leaf, one in zip(leaves, asked.flags, strict=True) if one]
     try:
         slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
         made = Loss.apply(Plan(parse(form, slots), asked, kernel, skips, form), *wanted, *tensors)

@@ -5,7 +5,8 @@ process group, and it cannot depend on a number, a value in a tensor, or the num
 from a call with numbers, which their text contains.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +26,21 @@ from xent.core.call import (
 )
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["Asked", "Plan", "asked_of", "compute_of", "leaves_of", "made_first"]
+__all__ = ["Asked", "Plan", "asked_for", "asked_of", "compute_of", "leaves_of", "made_first"]
 
-Asked = tuple[bool, ...]
-"""Which gradients are asked for: those of the leaves (logits; or input, weight, bias), of class probabilities, and of
-the logit scale."""
+
+class Asked(NamedTuple):
+    """Which gradients are asked for."""
+
+    leaves: tuple[bool, ...]
+    """Those of logits; or of input, weight and bias."""
+    probabilities: bool
+    scale: bool
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """All flags, in the order of `leaves_of`."""
+        return *self.leaves, self.probabilities, self.scale
 
 
 class Plan:
@@ -44,6 +55,7 @@ class Plan:
         if places_of(call):
             raise TypeError("a plan is made from slots, and the call has tensors")
         self.call, self.asked, self.kernel, self.skips, self.form = call, asked, kernel, skips, form
+        self.flags = asked.flags
         options, source, target = call.options, call.source, call.target
         self.names = ("loss", *options.stats)
         self.device = array_of(call).device
@@ -52,15 +64,15 @@ class Plan:
         self.constant = [index for index, name in enumerate(self.names) if name not in linked]
         """The places of the results without gradients."""
         self.dtypes = [
-            getattr(leaf, "dtype", None) for leaf, wanted in zip(leaves_of(call), asked, strict=True) if wanted
+            getattr(leaf, "dtype", None) for leaf, wanted in zip(leaves_of(call), asked.flags, strict=True) if wanted
         ]
         """The dtypes of the gradients."""
-        self.first = made_first(call, (*asked[:-2], asked[-1]))
+        self.first = made_first(call, any(asked.leaves) or asked.scale)
         """Whether the forward pass computes the gradients."""
-        self.reuse = isinstance(source, Given) and source.inplace and asked[0]
+        self.reuse = isinstance(source, Given) and source.inplace and asked.leaves[0]
         """Whether the gradient of logits is written over them."""
         self.compute = compute_of(source)
-        self.needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
+        self.needs = _with_scale(call, asked.leaves) if asked.scale else asked.leaves
         """Which gradients of the leaves are computed, for themselves or for that of the scale."""
         self.columns = columns(call)
         self.places: Any = None
@@ -100,7 +112,7 @@ class Plan:
 
 
 def leaves_of(call: Call) -> tuple[Any, ...]:
-    """Return the values to which `Asked` refers."""
+    """Return the values to which the flags of `Asked` refer."""
     source = call.source
     leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
     probabilities = call.target.values if isinstance(call.target, Probabilities) else None
@@ -110,7 +122,13 @@ def leaves_of(call: Call) -> tuple[Any, ...]:
 def asked_of(leaves: tuple[Any, ...]) -> Asked:
     """Return which gradients are asked for."""
     enabled = torch.is_grad_enabled()
-    return tuple([enabled and getattr(leaf, "requires_grad", False) for leaf in leaves])
+    return asked_for([enabled and getattr(leaf, "requires_grad", False) for leaf in leaves])
+
+
+def asked_for(flags: Sequence[bool]) -> Asked:
+    """Return what flags ask for."""
+    *leaves, probabilities, scale = flags
+    return Asked(tuple(leaves), probabilities, scale)
 
 
 def compute_of(source: Source) -> torch.dtype:
@@ -119,18 +137,18 @@ def compute_of(source: Source) -> torch.dtype:
     return dtype
 
 
-def made_first(call: Call, needs: tuple[bool, ...]) -> bool:
-    """Return whether the forward pass computes the gradients: for losses that are one number.
+def made_first(call: Call, needs: bool) -> bool:
+    """Return whether the forward pass computes the gradients that a call `needs`: for losses that are one number.
 
     Float16 logits are an exception: a gradient could underflow before the upstream gradient scales it.
     """
     source = call.source
-    if call.options.reduction == "none" or not any(needs):
+    if call.options.reduction == "none" or not needs:
         return False
     return not isinstance(source, Given) or source.logits.dtype != torch.float16
 
 
-def _with_scale(call: Call, asked: Asked) -> Asked:
+def _with_scale(call: Call, asked: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return which gradients of the leaves are needed for that of the scale too."""
     if isinstance(call.source, Given):
         return (True,)

@@ -86,12 +86,12 @@ def evaluate(
     if planned.overwrites:
         source: Any = call.source
         check_inplace(source.logits, plan.asked)
-    in_rows, leaves = call, list(compress(leaves_of(call), plan.asked))
-    if plan.asked[-2]:
+    in_rows, leaves = call, list(compress(leaves_of(call), plan.flags))
+    if plan.asked.probabilities:
         target: Any = call.target
         call = replaced(call, target=replaced(target, values=target.values.detach()))
     if not planned.prepared:
-        call = prepare(call, plan.asked[:-2], plan.asked[-1])
+        call = prepare(call, plan.asked.leaves, plan.asked.scale)
     if leaves:
         results = PlainLoss.apply(Run(plan, call), *leaves)[: len(plan.names)]
     else:

@@ -4,35 +4,22 @@ A source yields the logits of a part in blocks, and takes the gradients of these
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Part, Schedule, Selected, Setting, Steps, exact, wide
+from xent.backends.torch.contract import Block, Loaded, Part, Schedule, Setting, Steps, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
 from xent.backends.torch.portable.rows import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Loaded", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part"]
+__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
-
-
-@dataclass(eq=False, slots=True)
-class Loaded:
-    """A part that is being computed."""
-
-    part: Part
-    selected: Selected | None = None
-    logits: Tensor | None = None
-    """(R, columns) after the product."""
-    grad: Tensor | None = None
-    """(R, columns), of the logits, in the compute dtype."""
 
 
 class Stored:
@@ -173,7 +160,7 @@ class Computed(Stored):
 
     def load(self, part: Part) -> Loaded:
         """Gather the hidden states of a part. Its logits are computed when they are needed."""
-        return Loaded(part, self._steps.select(self._classifier, part))
+        return self._steps.select(self._classifier, part)
 
     def _room(self, name: Any, part: Part, dtype: torch.dtype) -> Tensor:
         """Return memory (R, columns) for a part, the same for each part."""
@@ -184,13 +171,12 @@ class Computed(Stored):
 
     def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
         """Yield all rows of a part in one block."""
-        part, selected, width, compute = loaded.part, loaded.selected, self._setting.width, self._setting.compute
-        assert selected is not None
+        part, width, compute = loaded.part, self._setting.width, self._setting.compute
         logits = loaded.logits
         if logits is None:
             logits = loaded.logits = self._room(self._turn, part, self._dtype)
             self._turn = 1 - self._turn if self.overlaps else 0
-            self._classifier.write_logits(selected.hidden, logits)
+            self._classifier.write_logits(loaded.hidden, logits)
         grad = None
         if self.wanted:
             if self._dtype == compute:
@@ -201,33 +187,30 @@ class Computed(Stored):
                 loaded.grad = self._room("grad", part, compute)
             grad = loaded.grad[:, :width]
         teacher = None if self._teacher is None else self._teacher.block(part, 0, part.stop - part.start)
-        yield Block(logits[:, :width], 0, 0, grad, selected.target_logits, teacher, selected.input_checks)
+        yield Block(logits[:, :width], 0, 0, grad, loaded.target_logits, teacher, loaded.input_checks)
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:
         """Fold the logits of a part: from registers, from tiles that are overwritten, or from memory."""
-        steps, source, part, selected = self._steps, self._classifier, loaded.part, loaded.selected
-        assert selected is not None
+        steps, source = self._steps, self._classifier
         if not self.tiles:
             super().fold(loaded, sums)
-        elif not steps.fold_product(source, selected, part, sums):
+        elif not steps.fold_product(source, loaded, sums):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
-            fold_tiles(steps, source, selected, part, sums, dtype, self._given.workspace)
+            fold_tiles(steps, source, loaded, sums, dtype, self._given.workspace)
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
         if loaded.logits is None and self._classifier.quantized is None:
             loaded.grad = self._room("grad", loaded.part, self._setting.compute)
-            arguments: Any = (self._classifier, loaded.selected, loaded.part, coefficients, loaded.grad)
-            if self._steps.gradient_product(*arguments):
+            if self._steps.gradient_product(self._classifier, loaded, coefficients, loaded.grad):
                 return
         super().differentiate(loaded, coefficients)
 
     def add(self, loaded: Loaded) -> None:
         """Multiply the gradient of a part's logits into the gradients of hidden states and classifier."""
-        part, selected, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.selected, loaded.grad, self._made
+        part, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.grad, self._made
         if grad is None:
             return
-        assert selected is not None
         if grad.shape[1] > self._setting.width:  # NaN if a row's hidden states are NaN, or logits
             grad[:, self._setting.width :] = 0
         if of_input is not None:
@@ -238,7 +221,7 @@ class Computed(Stored):
         if part.last:
             self._send()
         if of_weight is not None:
-            of_weight.add(grad.t(), selected.trained)
+            of_weight.add(grad.t(), loaded.trained)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=of_bias.dtype)
 
@@ -309,24 +292,24 @@ def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
     if hidden.dim() != 2:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     part = Part(0, setting.count)
-    selected = steps.select(_Whole(hidden, weight, bias, compute, needs), part)
+    loaded = steps.select(_Whole(hidden, weight, bias, compute, needs), part)
     missing = padded_columns(width, setting.device) - width
     if missing:
         weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
         bias = None if bias is None else torch.cat((bias, bias.new_zeros(missing)))
     room = torch.empty(setting.count, width + missing, dtype=compute, device=setting.device)
     if bias is None:
-        torch.mm(selected.hidden, weight.t(), out=room)
+        torch.mm(loaded.hidden, weight.t(), out=room)
     else:
-        torch.addmm(bias, selected.hidden, weight.t(), out=room)
+        torch.addmm(bias, loaded.hidden, weight.t(), out=room)
     logits = room[:, :width] if missing else room
-    steps.whole_rows(Block(logits, 0, 0, logits, selected.target_logits), part, None)
-    if missing and selected.hidden is not selected.trained:
+    steps.whole_rows(Block(logits, 0, 0, logits, loaded.target_logits), part, None)
+    if missing and loaded.hidden is not loaded.trained:
         room[:, width:] = 0  # it is NaN if the hidden states of a row without a gradient are
     of_input = torch.mm(room, weight) if needs[0] else None
     if of_input is not None and source.input.dim() != 2:
         of_input = of_input.view(source.input.shape)
-    of_weight = torch.mm(room.t(), selected.trained) if needs[1] else None
+    of_weight = torch.mm(room.t(), loaded.trained) if needs[1] else None
     of_bias = room.sum(0, dtype=wide(compute)).to(compute) if needs[2] else None
     if missing:
         of_weight, of_bias = (None if grad is None else grad[:width] for grad in (of_weight, of_bias))
@@ -382,23 +365,18 @@ def _rows_of(setting: Setting, columns: int, size: int, workspace: int | None) -
 
 
 def fold_tiles(
-    steps: Steps,
-    source: Classifier,
-    selected: Selected,
-    part: Part,
-    sums: Tensor,
-    dtype: torch.dtype,
-    workspace: int | None,
+    steps: Steps, source: Classifier, loaded: Loaded, sums: Tensor, dtype: torch.dtype, workspace: int | None
 ) -> None:
     """Write all sums of a part from tiles of logits, which are overwritten."""
-    rows, tile = tile_shape(len(selected.hidden), source.classes, dtype.itemsize, workspace)
-    room = torch.empty(rows * tile, dtype=dtype, device=selected.hidden.device)
-    for start in range(0, len(selected.hidden), rows):
-        some = slice(start, min(start + rows, len(selected.hidden)))
-        targets = None if selected.target_logits is None else selected.target_logits[some]
+    hidden, of_targets = loaded.hidden, loaded.target_logits
+    rows, tile = tile_shape(len(hidden), source.classes, dtype.itemsize, workspace)
+    room = torch.empty(rows * tile, dtype=dtype, device=hidden.device)
+    for start in range(0, len(hidden), rows):
+        some = slice(start, min(start + rows, len(hidden)))
+        targets = None if of_targets is None else of_targets[some]
         for first in range(0, source.classes, tile):
             classes = slice(first, min(first + tile, source.classes))
             shape = some.stop - start, classes.stop - first
             logits = room[: shape[0] * shape[1]].view(shape)
-            source.write_logits(selected.hidden[some], logits, classes)
-            steps.fold(Block(logits, start, first, None, targets), part, sums[:, some], first > 0)
+            source.write_logits(hidden[some], logits, classes)
+            steps.fold(Block(logits, start, first, None, targets), loaded.part, sums[:, some], first > 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Selected, Setting, Steps
+from xent.backends.torch.contract import SCALES, STEPS, Block, Loaded, Part, Setting, Steps
 from xent.backends.torch.memory import cast, is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
@@ -38,59 +38,62 @@ _SCALE = Launch(scale_kernel, {"BLOCK": _SCALED}, num_warps=8)
 _NOT_GIVEN = (None, 0, 0, 0, 0, None)
 
 
-class TritonSteps(Inputs):
+class TritonSteps:
     """The steps of a call, for all targets without shards, and for class targets in shards."""
 
     takes_any_strides = tiles = overlays = True
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+        self.setting, self.inputs = setting, Inputs(setting)
+        inputs = self.inputs
         self.fuses = setting.call.shards is None
-        self.deferred: Tensor | None = self.rows.divisor[2] if setting.in_float16 else None
+        self.deferred: Tensor | None = inputs.rows.divisor[2] if setting.in_float16 else None
         self.saves = isinstance(setting.call.target, Classes)
-        if self.decisions.recorded:
+        if inputs.decisions.recorded:
             memory = {
-                name: torch.empty(self.count, dtype=dtype, device=self.device)
-                for name, dtype in self.decisions.recorded
+                name: torch.empty(inputs.count, dtype=dtype, device=inputs.device)
+                for name, dtype in inputs.decisions.recorded
             }
-            self.recorded = Results(**memory)
+            inputs.recorded = Results(**memory)
 
     def skippable(self) -> Tensor:
         """Return the rows to leave out, whose results are set before."""
-        ids, weight = self.rows.target, self.rows.sample_weight
-        skippable = torch.zeros(self.count, dtype=torch.bool, device=self.device)
+        inputs = self.inputs
+        ids, weight = inputs.rows.target, inputs.rows.sample_weight
+        skippable = torch.zeros(inputs.count, dtype=torch.bool, device=inputs.device)
         valid = ~skippable
         if ids is not None:
             ids = cast(ids, torch.int64)
-            skippable, valid = ids == self.ignore_index, (ids >= 0) & (ids < self.limit)
-        if weight is not None and not self.way.all_rows:
+            skippable, valid = ids == inputs.ignore_index, (ids >= 0) & (ids < inputs.limit)
+        if weight is not None and not inputs.way.all_rows:
             skippable |= (weight == 0) & valid
-        for name, _ in self.decisions.recorded:
-            getattr(self.recorded, name).fill_(-1 if name == "predictions" else 0)
+        for name, _ in inputs.decisions.recorded:
+            getattr(inputs.recorded, name).fill_(-1 if name == "predictions" else 0)
         return skippable
 
-    def select(self, source: Any, part: Part) -> Selected:
+    def select(self, source: Any, part: Part) -> Loaded:
         """Return the hidden states of a part and its target logits, in one launch."""
-        target, (rows, start, kind) = self.setting.call.target, self.rows_of(part)
+        inputs = self.inputs
+        target, (rows, start, kind) = self.setting.call.target, inputs.rows_of(part)
         count, hidden, weight, bias = part.stop - part.start, source.hidden, source.weight, source.bias
         size = hidden.shape[1]
         rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed)) and weight is not None
-        target_logits = torch.empty(count, dtype=torch.float32, device=self.device) if rounded else None
+        target_logits = torch.empty(count, dtype=torch.float32, device=inputs.device) if rounded else None
         checks, shards = None, self.setting.call.shards
         if shards is not None and shards.axis is None and self.setting.upstream is None:
-            checks = torch.empty(count, dtype=torch.int32, device=self.device)
-        trained = torch.empty(count, size, dtype=source.compute, device=self.device) if source.needs[1] else None
+            checks = torch.empty(count, dtype=torch.int32, device=inputs.device)
+        trained = torch.empty(count, size, dtype=source.compute, device=inputs.device) if source.needs[1] else None
         if count and (rounded or trained is not None or checks is not None):
-            constants = {"STATISTICS": self.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
+            constants = {"STATISTICS": inputs.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
             self.launch("select", select_kernel, constants, num_warps=4)(
                 *(kind, count, hidden, *hidden.stride(), weight, *weight.stride()),
                 *(None if bias is None else bias.contiguous(), trained, target_logits, checks, rows, start),
-                *(self.ignore_index, self.limit, self.setting.first, self.setting.width, size),
+                *(inputs.ignore_index, inputs.limit, self.setting.first, self.setting.width, size),
             )
         # Rows without a gradient still have statistics, which need their real hidden states.
-        apart = self.stats and (rows.sample_weight is not None or rows.divisor is not None)
-        selected = source.select(part) if trained is None or apart else trained
-        return Selected(selected, selected if trained is None else trained, target_logits, checks)
+        apart = inputs.stats and (rows.sample_weight is not None or rows.divisor is not None)
+        hidden = source.select(part) if trained is None or apart else trained
+        return Loaded(part, hidden, hidden if trained is None else trained, target_logits, checks)
 
     def _given(self) -> tuple[Any, ...]:
         """Return the arguments of `rows_kernel` for class probabilities."""
@@ -98,24 +101,24 @@ class TritonSteps(Inputs):
         if not isinstance(target, Probabilities):
             return _NOT_GIVEN
         values = target.values if rows_of(target.values) is not None else target.values.contiguous()
-        likeliest = values.argmax(-1).view(-1) if self.recorded.accuracy is not None else None
+        likeliest = values.argmax(-1).view(-1) if self.inputs.recorded.accuracy is not None else None
         return values, *(rows_of(values) or ()), values.stride(-1), likeliest
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Fold and finish rows in one launch, and write their gradient."""
+        inputs = self.inputs
         if not isinstance(self.setting.call.target, (Classes, Probabilities)):
-            targets.whole_rows(self, block, part)
+            targets.whole_rows(inputs, block, part)
             return
-        recorded, width, in_turn = self.recorded, self.setting.vocabulary, is_interpreted(rows_kernel)
-        given = self._given()
+        width, in_turn, given = self.setting.vocabulary, is_interpreted(rows_kernel), self._given()
         if given is not _NOT_GIVEN:
             saved = None
         for some in placed(block):
             prepared, share, parts = self._of_whole_rows(some, saved is not None, in_turn)
             programs, words = some.number * parts, None
             if parts > 1:
-                words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=self.device)
-            rows, start, kind = self.rows_of(part, some.start)
+                words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=inputs.device)
+            rows, start, kind = inputs.rows_of(part, some.start)
             # Programs that run one after the other cannot wait for each other.
             for grad in (None, some.grad) if in_turn and words is not None else (some.grad,):
                 if in_turn and words is not None:
@@ -123,84 +126,96 @@ class TritonSteps(Inputs):
                     words[-1] = 0
                 prepared(
                     *(kind, programs, some.logits, *some.rows, some.skew, grad, *some.places),
-                    *(block.target_logits, saved, words, rows, self.upstreams, recorded, self.numbers, start),
-                    *(self.count, self.ignore_index, width, share, *given),
+                    *(block.target_logits, saved, words, rows, inputs.upstreams, inputs.recorded, inputs.numbers),
+                    *(start, inputs.count, inputs.ignore_index, width, share, *given),
                 )
 
     def _of_whole_rows(self, some: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
         """Return the launch of `rows_kernel`, the classes of a program, and the programs that share a row."""
-        itemsize, launches = some.logits.itemsize, self.decisions.launches
+        inputs = self.inputs
+        itemsize, launches = some.logits.itemsize, inputs.decisions.launches
         half, writes, width = itemsize == 2, some.grad is not None, self.setting.vocabulary
-        quick = self.quick(half)
+        quick = inputs.quick(half)
         key = "rows", some.layout, itemsize, writes, saves, quick
         if key not in launches:
-            more = {"exact": not half, "quick": quick, "folds": half and not self.way.of_entropy}
+            more = {"exact": not half, "quick": quick, "folds": half and not inputs.way.of_entropy}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
                 size = min(next_power_of_2(width), _GIVEN_BLOCK)
-                way, share, options = in_blocks(width, some, self.way, size, max(size // 256, 1), **more)
+                way, share, options = in_blocks(width, some, inputs.way, size, max(size // 256, 1), **more)
             else:
-                shares = not self.way.smoothed and (in_turn or multiprocessors(self.device) >= _LEAST)
-                way, share, options = sizes(width, some, self.way, writes, shares, **more)
-            constants = {"columns": self.columns if saves else Columns(), "way": way}
+                shares = not inputs.way.smoothed and (in_turn or multiprocessors(inputs.device) >= _LEAST)
+                way, share, options = sizes(width, some, inputs.way, writes, shares, **more)
+            constants = {"columns": inputs.columns if saves else Columns(), "way": way}
             launches[key] = Launch(rows_kernel, constants, **options), share, way.parts
         prepared: tuple[Launch, int, int] = launches[key]
         return prepared
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
-        setting, weight = self.setting, self.rows.class_weight
+        inputs = self.inputs
+        setting, weight = self.setting, inputs.rows.class_weight
         for some in placed(block):
             width = some.logits.shape[-1]
-            rows, first, kind = self.rows_of(part, some.start)
+            rows, first, kind = inputs.rows_of(part, some.start)
             if weight is not None:
                 own = weight[block.first : block.first + width]
                 kind = kind, own.data_ptr() % 16 == 0
-                rows = rows._replace(class_weight=own, total_weight=own.sum() if self.way.smoothed else None)
+                rows = rows._replace(class_weight=own, total_weight=own.sum() if inputs.way.smoothed else None)
             here = slice(some.start - block.start, some.start - block.start + some.number)
             target_logits = None if block.target_logits is None else block.target_logits[here]
             input_checks = None if block.input_checks is None else block.input_checks[here]
             self._of_fold(some, width, adds)(
                 *(kind, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
-                *(target_logits, input_checks, rows, self.numbers, first, self.ignore_index),
+                *(target_logits, input_checks, rows, inputs.numbers, first, inputs.ignore_index),
                 *(setting.first + block.first, width, setting.vocabulary),
                 range_check(setting.first, setting.first + setting.width),
             )
 
     def _of_fold(self, some: Placed, width: int, adds: bool) -> Launch:
         """Return the launch of `fold_kernel` for rows of `width` classes."""
-        itemsize, launches = some.logits.itemsize, self.decisions.launches
-        quick, whole = self.quick(itemsize == 2), not 0 < width < self.setting.width
+        inputs = self.inputs
+        itemsize, launches = some.logits.itemsize, inputs.decisions.launches
+        quick, whole = inputs.quick(itemsize == 2), not 0 < width < self.setting.width
         key = "fold", some.layout, itemsize, width, whole, adds, quick
         if key not in launches:
             if whole:
-                way, _, options = sizes(max(width, 1), some, self.way, False, False, quick=quick)
+                way, _, options = sizes(max(width, 1), some, inputs.way, False, False, quick=quick)
             else:
-                way, _, options = in_blocks(width, some, self.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
-            launches[key] = Launch(fold_kernel, {"columns": self.columns, "way": way, "ADDS": adds}, **options)
+                way, _, options = in_blocks(width, some, inputs.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
+            launches[key] = Launch(fold_kernel, {"columns": inputs.columns, "way": way, "ADDS": adds}, **options)
         prepared: Launch = launches[key]
         return prepared
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Tensor | None:
         """See `xent.backends.torch.contract.Steps.finish`."""
+        inputs = self.inputs
         ranks, _, count = sums.shape
         made = torch.empty(6, count, dtype=torch.float32, device=sums.device) if wanted else None
-        rows, first, kind = self.rows_of(part)
+        rows, first, kind = inputs.rows_of(part)
         if count:
-            constants = {"columns": self.columns, "way": self.way, "BLOCK": _FINISHED}
+            constants = {"columns": inputs.columns, "way": inputs.way, "BLOCK": _FINISHED}
             self.launch("finish", finish_kernel, constants, num_warps=2)(
-                *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, self.upstreams),
-                *(self.recorded, self.numbers, first, saved, 0 if saved is None else saved.stride(0), made),
-                *(self.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
+                *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, inputs.upstreams),
+                *(
+                    inputs.recorded,
+                    inputs.numbers,
+                    first,
+                    saved,
+                    0 if saved is None else saved.stride(0),
+                    made,
+                ),
+                *(inputs.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
                 range_check(0, self.setting.vocabulary),
             )
         return made
 
     def gradient(self, block: Block, part: Part, coefficients: Tensor) -> None:
         """See `xent.backends.torch.contract.Steps.gradient`. One program per part of a row."""
+        inputs = self.inputs
         width = block.logits.shape[-1]
         for some in placed(block) if width else ():
             prepared, share = self._of_gradient(some, width)
-            rows, first, kind = self.rows_of(part, some.start)
+            rows, first, kind = inputs.rows_of(part, some.start)
             if rows.class_weight is not None:
                 own = rows.class_weight[block.first :]
                 rows, kind = rows._replace(class_weight=own), (kind, own.data_ptr() % 16 == 0)
@@ -208,19 +223,20 @@ class TritonSteps(Inputs):
             prepared(
                 *(kind, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
                 *(some.logits, *some.rows, some.skew, some.grad, *some.places),
-                *(coefficients[:, some.start :], coefficients.stride(0), rows, self.numbers),
+                *(coefficients[:, some.start :], coefficients.stride(0), rows, inputs.numbers),
                 *(first, block.first, width),
             )
 
     def _of_gradient(self, some: Placed, width: int) -> tuple[Launch, int]:
         """Return the launch of `gradient_kernel` for rows of `width` classes, and the classes of a program."""
-        itemsize, layout, launches = some.logits.itemsize, some.layout, self.decisions.launches
-        quick = self.quick(itemsize == 2)
+        inputs = self.inputs
+        itemsize, layout, launches = some.logits.itemsize, some.layout, inputs.decisions.launches
+        quick = inputs.quick(itemsize == 2)
         key = "gradient", layout, itemsize, width, quick
         if key not in launches:
             size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * layout.vector)
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
-            way = self.way._replace(quick=quick, block=size, **layout._asdict())
+            way = inputs.way._replace(quick=quick, block=size, **layout._asdict())
             options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
             constants = {"way": way, "BLOCKS": blocks}
             options |= {"enable_fp_fusion": not layout.skewed}
@@ -230,7 +246,7 @@ class TritonSteps(Inputs):
 
     def launch(self, name: str, function: Any, constants: dict[str, Any], **options: Any) -> Launch:
         """Return the launch of a kernel whose constants are the same in all calls of a plan."""
-        launches = self.decisions.launches
+        launches = self.inputs.decisions.launches
         if name not in launches:
             launches[name] = Launch(function, constants, **options)
         prepared: Launch = launches[name]
@@ -243,16 +259,17 @@ class TritonSteps(Inputs):
 
     def results(self) -> list[Tensor]:
         """Return the loss and the statistics."""
-        recorded: Any = self.recorded
-        options, reduced = self.options, self.options.reduction != "none"
+        inputs = self.inputs
+        recorded: Any = inputs.recorded
+        options, reduced = inputs.options, inputs.options.reduction != "none"
         results = [recorded.loss.sum() if reduced else recorded.loss]
         for name in options.stats:
-            result: Any = self.counted if name == "count" else getattr(recorded, name)
+            result: Any = inputs.counted if name == "count" else getattr(recorded, name)
             if name == "z_loss" and reduced:
                 result = result.sum()
             elif name == "accuracy" and not options.accuracy_of_rows:
-                assert self.counted is not None
-                result = result.sum() / self.counted.clamp(min=1)
+                assert inputs.counted is not None
+                result = result.sum() / inputs.counted.clamp(min=1)
             results.append(result)
         return results
 

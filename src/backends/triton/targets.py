@@ -16,7 +16,7 @@ from xent.backends.triton.kernels.classes_kernels import support_kernel, top_k_k
 from xent.backends.triton.kernels.divergence_kernel import FOLD, GRADIENT, REFOLD, WHOLE, divergence_kernel
 from xent.backends.triton.launches import Numbers, cdiv, launch, next_power_of_2
 from xent.backends.triton.launches import Rows as RowGroup
-from xent.core.call import Dense, Given, TopK
+from xent.core.call import Allowed, Dense, Given, TopK
 
 __all__ = ["ShardedSteps", "whole_rows"]
 
@@ -24,18 +24,15 @@ _ELEMENTS_PER_WARP = 256
 _MERGED = "peak", "rest", "teacher_peak", "teacher_rest", "teacher_top", "pull"
 
 
-def whole_rows(steps: Any, block: Block, part: Part) -> None:
-    """Fold and finish the rows of a block. Write their gradient if `block.grad` is not None.
-
-    `steps` are `xent.backends.triton.steps.TritonSteps`.
-    """
-    target, rows = steps.setting.call.target, placed(block)
+def whole_rows(inputs: Inputs, block: Block, part: Part) -> None:
+    """Fold and finish the rows of a block. Write their gradient if `block.grad` is not None."""
+    target, rows = inputs.setting.call.target, placed(block)
     more: tuple[Any, ...]
     if isinstance(target, Dense):
         for some in rows:
-            _launch_dense(steps, block, some, part, WHOLE, (None, 0, None, 0))
+            _launch_dense(inputs, block, some, part, WHOLE, (None, 0, None, 0))
     elif isinstance(target, TopK):
-        if isinstance(steps.setting.call.source, Given):  # the kernel may overwrite logits
+        if isinstance(inputs.setting.call.source, Given):  # the kernel may overwrite logits
             grad = block.grad
             rows = _copied(block) if grad is None else placed(block._replace(logits=grad.copy_(block.logits)))
         width = target.ids.shape[1]
@@ -46,14 +43,14 @@ def whole_rows(steps: Any, block: Block, part: Part) -> None:
         }
         for some in rows:
             more = target.ids.contiguous(), target.log_probs.contiguous(), width, tolerance(target)
-            _launch(top_k_kernel, steps, some, part, 4096, more, constants)
-    else:
+            _launch(top_k_kernel, inputs, some, part, 4096, more, constants)
+    elif isinstance(target, Allowed):
         ids, begin, end = target.classes.contiguous(), target.begin.contiguous(), target.end.contiguous()
         held = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
         for some in rows:
-            more = block.target_logits, ids, begin, end, target.broken, held, len(ids), steps.ignore_index
+            more = block.target_logits, ids, begin, end, target.broken, held, len(ids), inputs.ignore_index
             # Log-probabilities have the same bits with and without a gradient.
-            _launch(support_kernel, steps, some, part, 1024, more, {}, enable_fp_fusion=False)
+            _launch(support_kernel, inputs, some, part, 1024, more, {}, enable_fp_fusion=False)
 
 
 def _copied(block: Block) -> Iterator[Placed]:
@@ -66,18 +63,18 @@ def _copied(block: Block) -> Iterator[Placed]:
 
 
 def _launch(
-    kernel: Any, steps: Any, some: Placed, part: Part, most: int, more: tuple[Any, ...], constants: dict[str, Any],
+    kernel: Any, inputs: Inputs, some: Placed, part: Part, most: int, more: tuple[Any, ...], constants: dict[str, Any],
     aligned: bool = True, **options: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel, with one program per row and blocks of up to `most` classes. `more`: its own arguments.
 
     `aligned`: whether its other matrices have rows at multiples of 16 bytes.
     """
-    vocabulary, (rows, start, _) = steps.setting.width, steps.rows_of(part, some.start)
+    vocabulary, (rows, start, _) = inputs.setting.width, inputs.rows_of(part, some.start)
     block = min(next_power_of_2(vocabulary), most)
     ragged = some.layout.ragged or vocabulary % 8 != 0 or not aligned
     blocks = next_power_of_2(cdiv(vocabulary, block))
-    way = steps.way._replace(grouped=some.layout.grouped, ragged=ragged, block=block, lanes=block, blocks=blocks)
+    way = inputs.way._replace(grouped=some.layout.grouped, ragged=ragged, block=block, lanes=block, blocks=blocks)
     if "their_way" in constants:
         capped, scaled = constants["their_way"]
         constants = constants | {"their_way": way._replace(capped=capped, scaled=scaled)}
@@ -85,8 +82,8 @@ def _launch(
         kernel,
         some.number,
         (
-            *(some.logits, *some.rows, some.grad, *some.places, rows, steps.upstreams, steps.recorded),
-            *(steps.numbers, start, vocabulary, *more),
+            *(some.logits, *some.rows, some.grad, *some.places, rows, inputs.upstreams, inputs.recorded),
+            *(inputs.numbers, start, vocabulary, *more),
         ),
         {"way": way, **constants},
         num_warps=max(min(block // _ELEMENTS_PER_WARP, 16), 1),
@@ -94,9 +91,11 @@ def _launch(
     )
 
 
-def _launch_dense(steps: Any, block: Block, some: Placed, part: Part, step: int, others: tuple[Any, ...]) -> None:
+def _launch_dense(inputs: Inputs, block: Block, some: Placed, part: Part, step: int, others: tuple[Any, ...]) -> None:
     """Take a step of a divergence from a teacher's logits (R, V), with its `others` of arguments."""
-    options, (scale, cap, _) = steps.options, steps.setting.call.target.activation
+    options, target = inputs.options, inputs.setting.call.target
+    assert isinstance(target, Dense)
+    scale, cap, _ = target.activation
     beta, varies = options.beta, options.kind == "tv"
     assert block.teacher is not None
     start = some.start - block.start
@@ -114,7 +113,7 @@ def _launch_dense(steps: Any, block: Block, some: Placed, part: Part, step: int,
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.
     fused = some.logits.itemsize != 4
-    _launch(divergence_kernel, steps, some, part, 4096, more, constants, aligned, maxnreg=64, enable_fp_fusion=fused)
+    _launch(divergence_kernel, inputs, some, part, 4096, more, constants, aligned, maxnreg=64, enable_fp_fusion=fused)
 
 
 class ShardedSteps(PortableSteps):
@@ -138,7 +137,7 @@ class ShardedSteps(PortableSteps):
     def invalidate(self, index: Index, wrong: Tensor) -> None:
         """Make loss and gradient NaN in some rows of the call."""
         super().invalidate(index, wrong)
-        self._inputs.rows = self._inputs.rows._replace(sample_weight=self.weight)
+        self._inputs.rows = self._inputs.rows._replace(sample_weight=self.facts.weight)
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
         """Write the gradient of a block's logits."""

@@ -97,7 +97,7 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         stack.enter_context(patch.object(launches.Launch, "__call__", launch))
         stack.callback(planned.clear)
         stack.enter_context(
-            patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.count, dtype=torch.bool))
+            patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.setting.count, dtype=torch.bool))
         )
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:

@@ -99,8 +99,8 @@ class Facts:
         call, dtype, count, given = setting.call, wide(setting.compute), setting.count, setting.upstream
         target, options, (scale, softcap, temperature) = call.target, call.options, call.activation
         self.setting, self.activation, self.dtype, self.names = setting, call.activation, dtype, setting.columns
-        self.rooms, self.recorded = dict[str, Tensor](), dict[str, Tensor]()
-        """Memory that all blocks of rows share, and recorded results (N,)."""
+        self.rooms: dict[str, Tensor] = {}
+        """Memory that all blocks of rows share."""
         self.index: Index = slice(0, count)
         """The place of these rows in the call."""
         self.plain = softcap is temperature is None and not isinstance(scale, Tensor) and scale == 1
@@ -147,11 +147,13 @@ class Facts:
             self.scale, self.deferred = self.weight / size, size / self.divisor
         if given is not None:
             self.scale = torch.zeros_like(self.scale) if given.loss is None else self.scale * given.loss.to(dtype)
-            upstream = [None if one is None else masked(one.to(dtype), self.invalid, torch.nan) for one in given[1:]]
-            if upstream != [None] * 3:
+            of_stats = given._replace(loss=None)
+            if any(gradient is not None for gradient in of_stats):
                 # Rows with weight 0 in the loss still have statistics, which have gradients.
                 self.scale, self.excluded = masked(self.scale, self.excluded, 0), self.ignored
-                self.upstream = Upstream(None, *upstream)
+                self.upstream = Upstream(
+                    *[None if one is None else masked(one.to(dtype), self.invalid, torch.nan) for one in of_stats]
+                )
 
     def rows(self, index: Index) -> "Facts":
         """Return the facts of some rows of the call."""
@@ -176,10 +178,15 @@ class Facts:
 
     def _read_classes(self, target: Classes | Allowed) -> None:
         """Set ids, target, ignored, invalid and the support."""
-        vocabulary, ignore_index, listed = self.setting.vocabulary, self.setting.call.options.ignore_index, target[1:]
+        vocabulary, ignore_index = self.setting.vocabulary, self.setting.call.options.ignore_index
         self.ids = ids = target.ids.to(torch.int64)
         self.target = clamped = ids.clamp(0, vocabulary - 1)
-        if ids.is_cpu and not listed and not 0 <= ignore_index < vocabulary and torch.equal(clamped, ids):
+        if (
+            ids.is_cpu
+            and isinstance(target, Classes)
+            and not 0 <= ignore_index < vocabulary
+            and torch.equal(clamped, ids)
+        ):
             return
         self.ignored, invalid = some(ids == ignore_index), clamped != ids
         if isinstance(target, Allowed):

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Part, Selected, Setting, Steps, smooths
+from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
-from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, index_of, masked, times
+from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, at, index_of, masked, times
 from xent.backends.torch.shards.checks import range_check, row_checks
 from xent.core.call import Dense, TopK
 
@@ -41,26 +41,28 @@ _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 """The statistics of a row without any class in its support."""
 
 
-class PortableSteps(Facts, Steps):
+class PortableSteps(Steps):
     """See `xent.backends.torch.contract.Steps`."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+        self.setting, self.facts, self.recorded = setting, Facts(setting), dict[str, Tensor]()
+        self.deferred = self.facts.deferred
         self.fuses = setting.call.shards is None
         self.saves = not isinstance(setting.call.target, (Dense, TopK))
         self._kind: Any = LogitRows if self.saves else TeacherRows
         self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
         if setting.call.shards is not None and (setting.upstream is None or not self.saves):
-            self.check = row_checks(setting.call, setting.count)
+            self.facts.check = row_checks(setting.call, setting.count)
 
     def skippable(self) -> Tensor | None:
         """Return the rows to leave out. With statistics every row with a target is computed."""
-        return self.ignored if self.setting.call.options.stats and self.setting.upstream is None else self.excluded
+        facts, all_rows = self.facts, self.setting.call.options.stats and self.setting.upstream is None
+        return facts.ignored if all_rows else facts.excluded
 
-    def select(self, source: Any, part: Part) -> Selected:
+    def select(self, source: Any, part: Part) -> Loaded:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
-        facts, setting, hidden, found = self.rows(part.indices), self.setting, source.select(part), None
+        facts, setting, hidden, found = self.facts.rows(part.indices), self.setting, source.select(part), None
         trained = hidden if facts.excluded is None else hidden.masked_fill(facts.excluded[:, None], 0)
         if facts.target is not None and source.compute.itemsize == 2 and setting.width and source.weight is not None:
             local = facts.target - setting.first
@@ -68,7 +70,7 @@ class PortableSteps(Facts, Steps):
             found = (hidden.float() * source.weight[place].float()).sum(-1)
             found = found if source.bias is None else found + source.bias[place]
             found = found.masked_fill(local != place, 0)
-        return Selected(hidden, trained, found)
+        return Loaded(part, hidden, trained, found)
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Fold and finish rows, and write their gradients from the exponentials of the fold."""
@@ -84,7 +86,7 @@ class PortableSteps(Facts, Steps):
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
         compares = not self.met and self.setting.call.shards is not None
-        names = SECOND if self.met else self.names[:-2] if compares else self.names
+        names = SECOND if self.met else self.facts.names[:-2] if compares else self.facts.names
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
                 some = self._kind(facts, piece)
@@ -98,10 +100,14 @@ class PortableSteps(Facts, Steps):
 
     def write_checks(self, block: Block, part: Part, sums: Tensor) -> None:
         """Write the last two sums of a block, which ranks compare."""
-        assert self.check is not None
+        assert self.facts.check is not None
         first, bits = self.setting.first, sums[-2:].view(_integers_of(sums))
-        bits[0].copy_(self.check[index_of(part, block.start, block.start + sums.shape[1])])
+        bits[0].copy_(self.facts.check[index_of(part, block.start, block.start + sums.shape[1])])
         bits[1].fill_(range_check(first, first + self.setting.width))
+
+    def invalidate(self, index: Index, wrong: Tensor) -> None:
+        """Make loss and gradient NaN in those of some rows of the call that are `wrong`, (R,) bool."""
+        self.facts.invalidate(index, wrong)
 
     def meet(self, sums: Tensor, part: Part) -> None:
         """Merge both normalizers of the rows of a part."""
@@ -111,14 +117,14 @@ class PortableSteps(Facts, Steps):
         """Merge the sums of all ranks (ranks, K, R), and record results."""
         merged = merge(SECOND, sums) | self.met if self.met else self._merged(sums, part)
         self.met = {}
-        return self._finish(self.rows(part.indices), merged, wanted, saved)
+        return self._finish(self.facts.rows(part.indices), merged, wanted, saved)
 
     def _merged(self, packed: Tensor, part: Part) -> dict[str, Tensor]:
         """Merge the sums of a part, and compare what must be equal on all ranks.
 
         Where ranks differ, raise an error if values may be read, or make the rows NaN.
         """
-        merged, setting = merge(self.names, packed), self.setting
+        merged, setting = merge(self.facts.names, packed), self.setting
         if "range" not in merged:
             return merged
         wrong = (merged["range"] - range_check(0, setting.vocabulary)) % 2**32 != 0
@@ -156,44 +162,46 @@ class PortableSteps(Facts, Steps):
         if self.setting.upstream is None:
             self.record(found, facts.index)
         if saved is not None:
-            saved[:, facts.index] = pack(self.names, sums)
+            saved[:, facts.index] = pack(self.facts.names, sums)
         return made
 
     def _result(self, name: str) -> Any:
         """Return the loss or a statistic; those per row as (N,)."""
-        options, count, recorded = self.setting.call.options, self.setting.count, self.recorded
+        facts, options, count, recorded = self.facts, self.setting.call.options, self.setting.count, self.recorded
         if name == "count":
-            return torch.full((), count, device=self.weight.device) if self.ignored is None else (~self.ignored).sum()
+            return (
+                torch.full((), count, device=facts.weight.device) if facts.ignored is None else (~facts.ignored).sum()
+            )
         if name == "accuracy":
-            correct = self._result("predictions") == (self._result("truth") if self.target is None else self.target)
-            correct = masked(correct, self.invalid, False)
+            correct = self._result("predictions") == (self._result("truth") if facts.target is None else facts.target)
+            correct = masked(correct, facts.invalid, False)
             if options.accuracy_of_rows:
-                return correct.to(self.dtype)
-            return correct.sum().to(self.dtype) / self._result("count").clamp(min=1)
+                return correct.to(facts.dtype)
+            return correct.sum().to(facts.dtype) / self._result("count").clamp(min=1)
         if name not in recorded:
-            kind = torch.int64 if name in ("predictions", "truth") else self.dtype
-            recorded[name] = torch.zeros(count, dtype=kind, device=self.weight.device)
+            kind = torch.int64 if name in ("predictions", "truth") else facts.dtype
+            recorded[name] = torch.zeros(count, dtype=kind, device=facts.weight.device)
         values, summed = recorded[name], name in ("loss", "z_loss")
         if name == "nll":
-            values = masked(values, self.invalid, torch.nan)
-        absent = self.excluded if summed else self.ignored
+            values = masked(values, facts.invalid, torch.nan)
+        absent = facts.excluded if summed else facts.ignored
         if absent is not None:
             values = values.masked_fill(absent, -1 if name == "predictions" else 0)
-        return values.sum() / self.divisor if summed and options.reduction != "none" else values
+        return values.sum() / facts.divisor if summed and options.reduction != "none" else values
 
     def _pieces(self, block: Block, part: Part) -> list[tuple[Block, slice, Facts]]:
         """Return a block in pieces that fit into the caches, their rows relative to the part, and their facts."""
         (count, width), start, made = block.logits.shape, block.start, []
-        width = max(width + _OF_SUPPORT * self.longest, 1) * (1 if self.saves else _ARRAYS)
-        step = block_rows(block.logits, self.dtype, width)
+        width = max(width + _OF_SUPPORT * self.facts.longest, 1) * (1 if self.saves else _ARRAYS)
+        step = block_rows(block.logits, self.facts.dtype, width)
         for first in range(0, max(count, 1), step):
             some, piece = slice(first, min(first + step, count)), block
             if step < count:
-                cut = [None if one is None else one[some] for one in block[3:]]
+                cut = [at(values, some) for values in (block.grad, block.target_logits, block.teacher)]
                 piece = Block(block.logits[some], start + first, 0, *cut)
             rows = slice(start + some.start, start + some.stop)
             alone = part.rows is None and step >= count == self.setting.count
-            made.append((piece, rows, self if alone else self.rows(index_of(part, rows.start, rows.stop))))
+            made.append((piece, rows, self.facts if alone else self.facts.rows(index_of(part, rows.start, rows.stop))))
         return made
 
 
@@ -313,19 +321,20 @@ def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[st
         found["log_sum_sq_probs"] = (sums["squares"] + own**2).log() - 2 * log_sum
     if "deficit" in sums:
         found["mean_logit"] = peak - sums["deficit"] / sums["counted"].clamp(min=1)
-    given: list[Any] = [facts.scale, *facts.upstream[1:]]
+    r: Any
+    r, (_, of_lse, of_nll, of_entropy) = facts.scale, facts.upstream
     if beyond is not None:
         empty = total == 0
         found |= {name: found[name].masked_fill(empty, _EMPTY[name]) for name in found.keys() & _EMPTY}
         zero = empty if zero is None else zero | empty
-        given[::2] = [None if one is None else one.masked_fill(beyond, 0) for one in given[::2]]
+        r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
     if not wanted:
         return found, {}
     if not facts.plain:
         linear = activation.logit_scale
         linear = linear if activation.temperature is None else linear / activation.temperature
-        given = [None if one is None else times(linear, one) for one in given]
-    r, of_lse, of_nll, of_entropy = given
+        factors = (r, of_lse, of_nll, of_entropy)
+        r, of_lse, of_nll, of_entropy = [None if factor is None else times(linear, factor) for factor in factors]
     gamma, terms = times(w_y, r), [] if of_lse is None else [of_lse]
     if share is not None:
         terms.append(r * mass)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, Selected, Upstream, wide
-from xent.backends.torch.loop import backward, forward
-from xent.backends.torch.plan import Plan
+from xent.backends.torch.contract import STEPS, Loaded, Part, Upstream, wide
+from xent.backends.torch.plan import Asked, Plan
 from xent.backends.torch.products import Classifier
 from xent.backends.torch.signature import slot_of
 from xent.backends.torch.sources import fold_tiles
@@ -37,11 +36,12 @@ _LARGEST_SOFTCAP = 256  # the kernel computes k tanh(v / k) with an error of abo
 _SUMS_BYTES = 32 * 2**20  # bytes of the sums of all chunks in a launch
 _JOINED = 32  # rows of a program of `join_kernel`
 _HOPPER = 9
+_SCALE, _CAP = 0.7, 4.0  # of the probe
 _result: list[str | None] = []  # the reason why the kernel is off, None if it is on; empty before the probe
 
 
 def product(
-    steps: Any, hidden: Tensor, weight: Tensor, classes: Tensor, coefficients: Tensor | None, out: Tensor, more: bool
+    inputs: Any, hidden: Tensor, weight: Tensor, classes: Tensor, coefficients: Tensor | None, out: Tensor, more: bool
 ) -> None:
     """Write sums, or with `coefficients` the gradient of the logits, of hidden states (R, D) to `out`.
 
@@ -56,8 +56,8 @@ def product(
     launch(
         product_kernel,
         multiprocessors(hidden.device),
-        (*factors, classes, given, out, *sizes, steps.numbers.logit_scale, steps.numbers.softcap),
-        {"SCALED": steps.way.scaled, "CAPPED": steps.way.capped, "WRITES": coefficients is not None, "MORE": more},
+        (*factors, classes, given, out, *sizes, inputs.numbers.logit_scale, inputs.numbers.softcap),
+        {"SCALED": inputs.way.scaled, "CAPPED": inputs.way.capped, "WRITES": coefficients is not None, "MORE": more},
         num_warps=4,
         maxnreg=168,  # at entry, for three groups of four warps, before the registers are redistributed
     )
@@ -86,32 +86,33 @@ def _descriptor(matrix: Tensor, rows: int) -> Any:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, _DEPTH], layout)
 
 
-def _serves(steps: Any, source: Classifier) -> bool:
+def _serves(inputs: Any, source: Classifier) -> bool:
     """Return whether the kernel serves a call, with hidden states of any strides."""
-    weight, rows = source.weight, steps.rows
-    if not isinstance(steps.setting.call.target, Classes) or steps.way.smoothed or source.bias is not None:
+    weight, rows = source.weight, inputs.rows
+    if not isinstance(inputs.setting.call.target, Classes) or inputs.way.smoothed or source.bias is not None:
         return False
-    if rows.numbers is not None or rows.temperature is not None or steps.numbers.softcap > _LARGEST_SOFTCAP:
+    if rows.numbers is not None or rows.temperature is not None or inputs.numbers.softcap > _LARGEST_SOFTCAP:
         return False
     # Hidden states may be copied to contiguous memory. Then their rows are D elements apart.
     fits = len(weight) >= _CLASSES and _can_be_copied(weight) and weight.shape[1] * weight.itemsize % 16 == 0
     return fits and off(weight.device) is None
 
 
-def fold_product(steps: Any, source: Classifier, selected: Selected, part: Part, sums: Tensor) -> bool:
+def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -> bool:
     """See `xent.backends.torch.contract.Steps.fold_product`. A row's bits do not depend on the other rows.
 
     An exact call has the same bits whatever statistics it returns: sums that the product lacks take a second pass over
     tiles. Other calls then take all sums from tiles. `steps` are `xent.backends.triton.steps.TritonSteps`.
     """
-    setting, columns, weight = steps.setting, steps.columns, source.weight
+    inputs, setting, weight, part = steps.inputs, steps.setting, source.weight, loaded.part
+    columns, of_targets = inputs.columns, loaded.target_logits
     lacks = max(columns.squares, columns.deficit, columns.key) >= 0
-    if not _serves(steps, source) or selected.target_logits is None or (lacks and not setting.call.options.exact):
+    if not _serves(inputs, source) or of_targets is None or (lacks and not setting.call.options.exact):
         return False
     workspace = setting.call.source.workspace
     if lacks:
-        fold_tiles(steps, source, selected, part, sums, wide(source.compute), workspace)
-    hidden, classes = selected.hidden, (steps.rows.target[part.indices] - setting.first).to(torch.int32)
+        fold_tiles(steps, source, loaded, sums, wide(source.compute), workspace)
+    hidden, classes = loaded.hidden, (inputs.rows.target[part.indices] - setting.first).to(torch.int32)
     kinds, chunks = 3 if columns.mixed >= 0 else 2, _chunks(len(weight))
     bytes_of_row = 4 * kinds * chunks
     step = max(min(workspace or _SUMS_BYTES, _SUMS_BYTES) // bytes_of_row // _BAND, _GROUP) * _BAND
@@ -119,14 +120,14 @@ def fold_product(steps: Any, source: Classifier, selected: Selected, part: Part,
         some = slice(start, start + step)
         count = len(classes[some])
         made = hidden.new_empty(kinds, chunks, count, dtype=torch.float32)
-        product(steps, hidden[some], weight, classes[some], None, made, kinds == 3)
-        rows, first, _ = steps.rows_of(part, start)
+        product(inputs, hidden[some], weight, classes[some], None, made, kinds == 3)
+        rows, first, _ = inputs.rows_of(part, start)
         launch(
             join_kernel,
             cdiv(count, _JOINED),
             (
-                *(made, chunks, count, sums[:, some], sums.stride(0), selected.target_logits[some], rows, first),
-                *(steps.ignore_index, setting.first, setting.width, setting.vocabulary),
+                *(made, chunks, count, sums[:, some], sums.stride(0), of_targets[some], rows, first),
+                *(inputs.ignore_index, setting.first, setting.width, setting.vocabulary),
             ),
             {"columns": columns, "BLOCK": _JOINED, "PARTS": 32},
             num_warps=4,
@@ -135,14 +136,13 @@ def fold_product(steps: Any, source: Classifier, selected: Selected, part: Part,
     return True
 
 
-def gradient_product(
-    steps: Any, source: Classifier, selected: Selected, part: Part, coefficients: Tensor, grad: Tensor
-) -> bool:
+def gradient_product(steps: Any, source: Classifier, loaded: Loaded, coefficients: Tensor, grad: Tensor) -> bool:
     """See `xent.backends.torch.contract.Steps.gradient_product`. `coefficients` (6, R) are those of `finish_kernel`."""
-    if not _serves(steps, source) or grad.dtype != source.compute or grad.data_ptr() % 16 or grad.stride(0) % 8:
+    inputs = steps.inputs
+    if not _serves(inputs, source) or grad.dtype != source.compute or grad.data_ptr() % 16 or grad.stride(0) % 8:
         return False
     classes = coefficients[5].view(torch.int32)
-    product(steps, selected.hidden, source.weight, classes, coefficients, grad, steps.way.of_entropy)
+    product(inputs, loaded.hidden, source.weight, classes, coefficients, grad, inputs.way.of_entropy)
     return True
 
 
@@ -172,26 +172,41 @@ def off(device: torch.device) -> str | None:
 
 
 def _probe(device: torch.device) -> str | None:
-    """Return None if a loss, its entropy and their gradient are those of backend "torch"."""
+    """Return None if a loss, its entropy and their gradient, from the products, are those of PyTorch's operations."""
     numbers = torch.arange(603 * 136, device=device, dtype=torch.float32)
     weight = numbers.sin().view(603, 136).bfloat16()  # partial tiles
     hidden = (0.3 * numbers).cos().view(603, 136)[:200].bfloat16()
     ids = torch.arange(200, device=device) * 3
     ids[-1] = -100
-    tensors = [hidden, weight, ids]
+    tensors, counts = [hidden, weight, ids], (ids >= 0).float()
     slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
     source = Product(slots[0], slots[1], None, None, "bfloat16")
-    options = Options("none", stats=("entropy",))
-    form = Call(source, Classes(slots[2]), Activation(0.7, 4.0), options)
-    asked, results = (True, False, False, False, False), []
-    call = binder(form)(tensors)
-    for kernel in ("triton", "torch"):
-        plan = Plan(form, asked, kernel, skips=False)
-        loss, entropy, saved = forward(plan, call)
-        ones = torch.ones_like(loss)  # the targets' gradients get a size similar to those of other classes
-        grad = backward(plan, call, asked, False, saved, Upstream(ones / 16, None, None, ones))[0]
-        results.append((loss, entropy, grad))
-    for value, expected, close in zip(*results, (1e-4, 1e-4, 1e-2), strict=True):
-        if not bool(((value - expected).abs() <= close * expected.abs().max()).all()):
+    form = Call(source, Classes(slots[2]), Activation(_SCALE, _CAP), Options("none", stats=("entropy",)))
+    plan, call, part = (
+        Plan(form, Asked((True, False, False), False, False), "triton", False),
+        binder(form)(tensors),
+        Part(0, 200),
+    )
+    ones = torch.ones_like(counts)  # the targets' gradients get a size similar to those of other classes
+    sums = torch.empty(len(plan.columns), 200, device=device)
+    saved = torch.empty_like(sums)
+    forward = plan.setting(call)
+    steps, classifier = STEPS["triton"](forward), Classifier(call.source, forward.width, forward.needs)
+    runs = steps.fold_product(classifier, steps.select(classifier, part), sums)
+    steps.finish(sums.unsqueeze(0), part, False, saved)
+    results = steps.results()
+    steps = STEPS["triton"](plan.setting(call, Upstream(ones / 16, None, None, ones)))
+    grad = torch.empty(200, classifier.columns, dtype=torch.bfloat16, device=device)
+    coefficients = steps.finish(saved.unsqueeze(0), part, True, None)
+    runs = runs and steps.gradient_product(classifier, steps.select(classifier, part), coefficients, grad)
+    tanh = (_SCALE / _CAP * (hidden.float() @ weight.float().t())).tanh()
+    log_p = torch.log_softmax(_CAP * tanh, -1)
+    p, target = log_p.exp(), torch.nn.functional.one_hot(ids.clamp(min=0), 603)
+    entropy = -(p * log_p).sum(-1)
+    of_x = (p - target) / 16 - p * (log_p + entropy[:, None])
+    expected = -(log_p * target).sum(-1), entropy, of_x * (_SCALE * (1 - tanh.square()))
+    for got, right, close in zip((*results, grad[:, :603]), expected, (1e-4, 1e-4, 1e-2), strict=True):
+        right = right * (counts if right.dim() == 1 else counts[:, None])
+        if not (runs and bool(((got - right).abs() <= close * right.abs().max()).all())):
             return "its results differ from PyTorch's"
     return None
