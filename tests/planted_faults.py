@@ -191,7 +191,7 @@ FAULTS = [
     ),
     # Divergences.
     Fault(
-        "mixture of p and q exchanged", PORTABLE + "divergence.py",
+        "mixture of p and q exchanged", "backends/divergence_terms.py",
         "m = (1 - beta) * p + beta * q", "m = beta * p + (1 - beta) * q", (DIVERGENCE,),
     ),
     Fault(
@@ -203,8 +203,8 @@ FAULTS = [
         "(pulled[:, -1:] / rest)", "(p[:, -1:] / rest)", (DIVERGENCE,),
     ),
     Fault(
-        "total variation with its gradient turned", PORTABLE + "divergence.py",
-        "apart.sign() / -2", "apart.sign() / 2", (DIVERGENCE, "-k", "tv"),
+        "total variation with its gradient turned", "backends/divergence_terms.py",
+        "ops.sign(apart) / -2", "ops.sign(apart) / 2", (DIVERGENCE, "-k", "tv"),
     ),
     Fault(
         "total variation of cells with another factor", PORTABLE + "divergence.py",

@@ -1,7 +1,6 @@
-"""`python -m xent check`: its cases, its progress, its summary, and what counts as a failure."""
+"""`python -m xent check`: its cases, its summary, and what counts as a failure."""
 
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,15 +113,6 @@ def test_a_fast_path_that_is_off_is_a_note(monkeypatch: pytest.MonkeyPatch) -> N
     assert planned_work.notes == {note}
     assert summary([planned_work], lines).startswith("All 6 cases passed; ")
     assert not harness.has_passed
-
-
-@pytest.mark.parametrize("rich", [True, False])
-def test_lines_are_shown_behind_a_bar(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    lines = [run.Line("some", "chip", "log_probs", "float64", 3, Comparison("loss", 0.0, 1.0), ())] * 2
-    assert list(run._shown(iter(lines), 2)) == lines
-    assert not capsys.readouterr().out
 
 
 def test_check_passes_and_prints_a_table(

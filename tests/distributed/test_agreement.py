@@ -83,11 +83,11 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "nothing at all": ([{"rows": 0}] * 2, "there must be at least one class, got empty shards on all ranks"),
     "the whole classifier, known by its size": (
         [{"rows": CLASSES, "vocab_parallel": {"size": CLASSES}}] * 2,
-        "that is the whole vocabulary on each of 2 ranks, and not its shards",
+        "all 2 ranks have the same 12 classes: is that the whole vocabulary",
     ),
     "the whole classifier, known by its values": (
         [{"rows": CLASSES, "seed": 0}] * 2,
-        r"all 2 ranks have the same 12 classes with the same values.*xent.VocabParallel\(group, size=24\)",
+        r"all 2 ranks have the same 12 classes: .*xent.VocabParallel\(group, size=24\)",
     ),
     "options": ([{}, {"label_smoothing": 0.1}], "all ranks must make the same call: rank 1 differs from rank 0 in opt"),
     "workspace": ([{}, {"workspace": 100}], "all ranks must make the same call: rank 1 differs from rank 0"),

@@ -216,7 +216,7 @@ CUTS: dict[str, tuple[list[tuple[int, int]], str]] = {
     "gap at the end": ([(0, 5), (5, 9)], "the shards leave a gap: rank 1 has the last classes, up to 9, and should"),
     "all classes": (
         [(0, 10), (0, 10)],
-        "every rank has 10 classes, and vocab_parallel.size is 10: that is the whole vocabulary on each of 2 ranks",
+        "all 2 ranks have the same 10 classes: is that the whole vocabulary",
     ),
     "twice": ([(0, 5), (0, 5), (5, 10)], "the shards overlap: rank 1 has classes [0, 5) and should have [5, 10)"),
     "swapped": ([(5, 10), (0, 5)], ""),

@@ -80,9 +80,9 @@ def test_a_process_that_ends_is_a_failed_case(
     assert main(["check", "torch"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^torch +cpu +cross_entropy +float32 +6 .* 2 failed$", printed, re.MULTILINE)
-    for case, words in zip(dead, ("signal 9", "exit code 3"), strict=True):
+    for case in dead:
         command = f"python -m xent check torch --case '{case}'"
-        assert f"FAILED {case}: the process ended with {words}; to run it alone: {command}\n" in printed
+        assert f"FAILED {case}: the process ended; to run it alone: {command}\n" in printed
     assert re.search(r"^2 of \d+ cases failed; torch on cpu ran", printed, re.MULTILINE)
     assert main(["check", "torch", "--case", str(dead[1])]) == 1
     assert "1 of 1 cases failed" in capsys.readouterr().out

@@ -174,7 +174,7 @@ ELSEWHERE = {
         "integrations/test_peft.py",
         "module must compute a sum of products",
     ),
-    "training this MODEL ...: REASON Its head ... is a ...": ("integrations/test_peft.py", "Its head"),
+    "training this MODEL ...: REASON Its head is a ...": ("integrations/test_peft.py", "Its head"),
     "teacher.ids[I] is N; the teacher's classes are 0 to V-1": (
         "divergence/test_subset.py",
         "the teacher's classes are",

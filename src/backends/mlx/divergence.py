@@ -1,12 +1,13 @@
 """Divergences from a teacher and their gradients, in MLX's own operations.
 
-See `xent.backends.torch.portable.divergence` for the sums. Invalid values of a top-k teacher make a row NaN.
+See `xent.backends.divergence_terms` for the terms. Invalid values of a top-k teacher make a row NaN.
 """
 
 from collections.abc import Collection
 
 import mlx.core as mx
 
+from xent.backends.divergence_terms import divergence_terms
 from xent.backends.mlx.devices import class_sum, exact_exp
 from xent.backends.mlx.kernels import Facts, Results, activate
 from xent.core.call import Dense, Given, Options, TopK, array_of, dtype_name
@@ -42,34 +43,19 @@ def _divergence(facts: Facts, x: mx.array) -> tuple[mx.array, mx.array]:
     if isinstance(target, Dense):
         assert facts.teacher is not None
         scale, softcap, _ = target.activation
-        return _full(options, x, activate(facts.teacher.astype(x.dtype), scale, softcap)[0])
+        (log_p, p), (log_q, q) = _softmax(x), _softmax(activate(facts.teacher.astype(x.dtype), scale, softcap)[0])
+        terms, v, factor = divergence_terms(mx, options, p, q, log_p, log_q)
+        return class_sum(terms), p - q if v is None else _pulled(p, v) * factor
     assert isinstance(target, TopK)
     assert facts.ids is not None
     assert facts.log_q is not None
     ids = mx.where((facts.ids < 0) | facts.excluded[:, None], x.shape[-1], facts.ids)
-    return _from_top_k(options.kind, x, ids, facts.log_q, target)
+    return _from_top_k(options, x, ids, facts.log_q, target)
 
 
-def _full(options: Options, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the divergence (R,) of full distributions, and its derivative (R, V) with respect to x."""
-    beta, (log_p, p), (log_q, q) = options.beta, _softmax(x), _softmax(t)
-    if options.kind == "tv":
-        return class_sum(mx.abs(p - q)) / 2, _pulled(p, mx.sign(p - q) / -2)
-    if beta == 0:
-        return class_sum(_gaps(q, p, log_p - log_q)), p - q
-    apart = log_q - log_p
-    if beta == 1:
-        return class_sum(_gaps(p, q, apart)), _pulled(p, apart)
-    acc = x.dtype
-    share = mx.where(apart > 0, mx.array(1 - beta, acc), mx.array(beta, acc))
-    common = mx.log1p(share * mx.expm1(-mx.abs(apart)))
-    from_p, from_q = common + mx.maximum(apart, 0), common - mx.minimum(apart, 0)
-    m = (1 - beta) * p + beta * q
-    found = beta * class_sum(_gaps(q, m, from_q)) + (1 - beta) * class_sum(_gaps(p, m, from_p))
-    return found, _pulled(p, from_p) * (1 - beta)
-
-
-def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher: TopK) -> tuple[mx.array, mx.array]:
+def _from_top_k(
+    options: Options, x: mx.array, ids: mx.array, log_q: mx.array, teacher: TopK
+) -> tuple[mx.array, mx.array]:
     """Return the divergence (R,) from K classes of each row, and its derivative (R, V). Entries with id V are none."""
     vocabulary, tail = x.shape[-1], teacher.tail
     known = (log_q != -mx.inf) & (ids < vocabulary)
@@ -79,7 +65,7 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
     q = mx.where(known, exact_exp(log_q), 0)
     mass, safe = class_sum(q), mx.minimum(ids, vocabulary - 1)
     log_p_k, p_k = (mx.take_along_axis(values, safe, -1) for values in (log_p, p))
-    if tail != "bucket" and kind == "kl":
+    if tail != "bucket" and options.kind == "kl":
         found = mx.where(known, q * (log_q - log_p_k), 0).sum(-1)
         return found, _put(p * mass[:, None], ids, p_k * mass[:, None] - q)
     # All other classes are one more cell. Their shares of it do not depend on the teacher.
@@ -92,14 +78,12 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
     left = mx.maximum(1 - mass, 0) if tail == "bucket" else mx.zeros_like(mass)
     # The remaining mass is only rounding if no other class can have it.
     left = mx.where(empty & (left <= mass_tolerance(dtype_name(teacher.log_probs))), 0, left)
-    p, q = _cells(mx.where(known, p_k, 0), exact_exp(log_p_left)), _cells(q, left)
-    if kind == "tv":
-        found, derivative = class_sum(mx.abs(p - q)) / 2, _pulled(p, mx.sign(p - q) / -2)
-    else:
-        apart = _cells(mx.where(known, log_p_k - log_q, 0), log_p_left - mx.log(left))
-        found = class_sum(_gaps(q, p, apart)) + (mass + left - 1)
-        derivative = p * (mass + left)[:, None] - q
-    return found, _put(derivative[:, -1:] * shares, ids, derivative[:, :-1])
+    p, q, whole = _cells(mx.where(known, p_k, 0), exact_exp(log_p_left)), _cells(q, left), mass + left
+    log_p, log_q = _cells(log_p_k, log_p_left), _cells(log_q, mx.log(left))
+    terms, v, factor = divergence_terms(mx, options, p, q, log_p, log_q)
+    loss = class_sum(terms) + (whole - 1 if v is None else 0)
+    derivative = p * whole[:, None] - q if v is None else _pulled(p, v) * factor
+    return loss, _put(derivative[:, -1:] * shares, ids, derivative[:, :-1])
 
 
 def _cells(of_ids: mx.array, left: mx.array) -> mx.array:
@@ -119,13 +103,6 @@ def _put(values: mx.array, ids: mx.array, new: mx.array) -> mx.array:
     """Return values (R, V) with new ones (R, K) at the classes `ids`; id V is ignored."""
     wide = mx.concatenate([values, mx.zeros((len(values), 1), values.dtype)], axis=-1)
     return mx.put_along_axis(wide, ids, new.astype(values.dtype), axis=-1)[:, : values.shape[-1]]
-
-
-def _gaps(w: mx.array, o: mx.array, u: mx.array) -> mx.array:
-    """Return w (e^u - 1 - u) for o = w e^u, computed as o - w - w u if e^u is large; o where w is 0."""
-    near = mx.minimum(u, 1)
-    gap = mx.where(u > 1, o - w - w * u, w * mx.maximum(mx.expm1(near) - near, 0))
-    return mx.where(w == 0, o, gap)
 
 
 def _pulled(p: mx.array, u: mx.array) -> mx.array:

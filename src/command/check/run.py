@@ -5,14 +5,16 @@ Its cases are the smallest set that reaches every kernel and loop; `--full` adds
 
 import random
 import shlex
-import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain, combinations, islice, product
 from multiprocessing import get_context
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from xent.backends import TABLE, backends
@@ -107,7 +109,7 @@ def check(names: Sequence[str] = (), full: bool = False, case: str | None = None
     print(f"{sum(map(len, works))} cases for {', '.join(map(str, works))}: about {seconds:.0f} s.")
     print(_ROW("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result"), flush=True)
     lines = []
-    for line in _shown(check_all(works), sum(len(work.cases) for work in works)):
+    for line in check_all(works):
         *named, worst, failures = line
         result = f"{len(failures)} failed" if failures else "passed"
         print(_ROW(*named, f"{worst.error:.1e}", f"{worst.bound:.1e}", result), flush=True)
@@ -119,16 +121,6 @@ def check(names: Sequence[str] = (), full: bool = False, case: str | None = None
         print(f"Note: {note}")
     print(summary(works, lines))
     return 1 if failed else 0
-
-
-def _shown(lines: Iterator[Line], count: int) -> Iterable[Line]:
-    """Return the lines as they are known, or if `rich` is installed all of them, after a progress bar on stderr."""
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        return lines
-    return list(track(lines, "checking", count, console=Console(stderr=True), transient=True))
 
 
 def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
@@ -173,65 +165,37 @@ _Result = tuple[list[Comparison], list[str], set[str], set[str]]
 def _results(work: Work) -> Iterator[_Result]:
     """Judge the cases, in this process or in several, each of which compiles its own kernels. Yield in their order.
 
-    If a process ends, because of a crash or for want of memory, its case has failed, and a new process takes its place.
+    If a process ends, because of a crash or for want of memory, a case has failed: the one that also ends a process
+    of its own. The cases after it are judged in new processes.
     """
-    cases = list(chain.from_iterable(work.cases.values()))
-    if work.harness.processes == 1:
+    cases, processes = list(chain.from_iterable(work.cases.values())), work.harness.processes
+    if processes == 1:
         yield from (_judged(work.backend, work.harness, case) for case in cases)
         return
-    context, every, processes = get_context("spawn"), range(len(cases)), work.harness.processes
-    found: dict[int, _Result] = {}
-    workers: dict[Any, tuple[Any, list[int]]] = {}  # connection -> process, and the cases that it has not judged yet
+    key = work.backend.name, work.backend.framework
+    judge = partial(_judged_by, key, work.device)
 
-    def start(places: list[int]) -> None:
-        if not places:
-            return
-        pipe, theirs = context.Pipe(duplex=False)
-        key = work.backend.name, work.backend.framework
-        given = theirs, key, work.device, [cases[place] for place in places]
-        process = context.Process(target=_serve, args=given, daemon=True)
-        process.start()
-        theirs.close()
-        workers[pipe] = process, places
+    def judged(cases: Sequence[Case], processes: int) -> Iterator[_Result]:
+        """Yield results until a process ends."""
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool, suppress(BrokenProcessPool):
+            yield from pool.map(judge, cases, chunksize=_NEIGHBOURS)
 
-    try:
-        for worker in range(processes):
-            start([place for place in every if place // _NEIGHBOURS % processes == worker])
-        for place in every:
-            while place not in found:
-                ready: Any = wait(list(workers))
-                for pipe in ready:
-                    process, places = workers[pipe]
-                    try:
-                        result = pipe.recv()
-                    except (EOFError, OSError):
-                        del workers[pipe]
-                        process.join()
-                        if not places:
-                            continue
-                        result = [], [_ended(work, cases[places[0]], process.exitcode)], set(), set()
-                        start(places[1:])
-                    found[places.pop(0)] = result
-            yield found.pop(place)
-    finally:
-        for process, _ in workers.values():
-            process.terminate()
+    done = 0
+    while done < len(cases):
+        for result in judged(cases[done:], processes):
+            yield result
+            done += 1
+        if done < len(cases):
+            command = f"python -m xent check {work.backend.name} --case {shlex.quote(str(cases[done]))}"
+            failure = f"{cases[done]}: the process ended; to run it alone: {command}"
+            yield next(judged(cases[done : done + 1], 1), ([], [failure], set(), set()))
+            done += 1
 
 
-def _ended(work: Work, case: Case, code: int) -> str:
-    """Describe a case whose process ended."""
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    command = f"python -m xent check {work.backend.name} --case {shlex.quote(str(case))}"
-    return f"{case}: the process ended with {how}; to run it alone: {command}"
-
-
-def _serve(pipe: Any, key: tuple[str, str], device: str, cases: Sequence[Case]) -> None:
-    """Judge cases in a worker process, and send each result."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, which the terminal sends to all processes, is silent here
+def _judged_by(key: tuple[str, str], device: str, case: Case) -> _Result:
+    """Judge a case in a worker process."""
     backend = TABLE[key]()
-    harness = backend.harness(device)
-    for case in cases:
-        pipe.send(_judged(backend, harness, case))
+    return _judged(backend, backend.harness(device), case)
 
 
 def _judged(backend: Backend, harness: Harness[Any], case: Case) -> _Result:

@@ -44,9 +44,8 @@ _Made = tuple[Recipe, Tensor] | None
 
 
 def _functions(names: str) -> list[Any]:
-    places = (Tensor, torch, F)
-    functions = [getattr(place, name, None) for name in names.split() for place in places]
-    return [function for function in functions if callable(function)]
+    functions = [getattr(place, name, None) for name in names.split() for place in (Tensor, torch, F)]
+    return list(filter(callable, functions))
 
 
 _DIVIDES = tuple(_functions("div true_divide __truediv__"))  # Dynamo of PyTorch 2.8 does not look into a frozenset
@@ -60,8 +59,8 @@ def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
     softcap = recipe.softcap and recipe.softcap * times
     if softcap is not None and softcap <= 0:
         return None
-    scale = recipe.scale * times
-    return recipe.then(f"{applied} by {factor}", scale=scale, softcap=softcap), function(like, factor)
+    recipe = recipe.then(f"{applied} by {factor}", scale=recipe.scale * times, softcap=softcap)
+    return recipe, function(like, factor)
 
 
 def _tanh(recipe: Recipe, like: Tensor, function: Any) -> _Made:
@@ -112,8 +111,7 @@ def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) 
         return None
     if (made.dtype, made.device) == (recipe.dtype, recipe.device):
         return recipe, like
-    step = f"converted to {made.dtype}" if made.device == recipe.device else f"moved to {made.device}"
-    return recipe.then(step, device=made.device), like.to(made.dtype)
+    return recipe.then(f"converted to {made.dtype} on {made.device}", device=made.device), like.to(made.dtype)
 
 
 def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
@@ -255,9 +253,8 @@ def _cross_entropy(
 
     The result has the dtype that PyTorch's has: that of the logits, or float32 under autocast.
     """
-    if size_average is not None or reduce is not None or not is_open(input) or input.ndim > 2:
-        return NotImplemented
-    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits):
+    is_known = size_average is None and reduce is None and is_open(input) and input.ndim <= 2
+    if not is_known or not isinstance(target, Tensor) or isinstance(target, DeferredLogits):
         return NotImplemented
     if not target.is_floating_point() and target.shape != input.shape[:-1]:
         raise ValueError(
@@ -363,14 +360,14 @@ _SOFTMAX = _functions("softmax log_softmax")
 _ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_meta is_quantized is_sparse"
 _METHODS = "size dim ndimension numel nelement __len__ __hash__ is_floating_point is_complex"
 """Names of attributes and methods that need no values."""
-_GETTERS = {name: getattr(Tensor, name).__get__ for name in (*_ATTRIBUTES.split(), "_base")}
-"""Attribute -> the function that `__torch_function__` receives when it is read."""
+_GETTERS = [getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()]
+"""The functions that `__torch_function__` receives when attributes are read."""
 
-KNOWN.update(dict.fromkeys([*_GETTERS.values(), *_functions(_METHODS)], unhandled))
+KNOWN.update(dict.fromkeys([*_GETTERS, *_functions(_METHODS)], unhandled))
 KNOWN.update(
     {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
     | dict.fromkeys([row_entropy, *_SOFTMAX, *_functions("argmax max logsumexp")], _by_rows)
     | dict.fromkeys(_functions("split"), _split)
     | {F.cross_entropy: _cross_entropy, Tensor.detach: _detach, Tensor.register_hook: _register_hook}
-    | {_GETTERS["_base"]: _base}
+    | {cast(Any, Tensor._base).__get__: _base}
 )

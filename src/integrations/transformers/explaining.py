@@ -49,23 +49,23 @@ def explain(model: nn.Module) -> str:
     name, trl = type(owner).__name__, COMPUTES.get(computes_with(owner))
     patched = {key: module for key, module in owner.named_modules() if "xent_history" in vars(module)}
     if not patched:
-        if trl is not None:
+        if trl:
             return f"{name} is not patched. {trl}"
-        replaced = " again, because its head was replaced (resize_token_embeddings does so)"
-        again = "" if history_of(owner) is None else replaced
+        if history_of(owner) is not None:
+            return f"{name} is not patched any more: {why_unused(owner)}."
         try:
             find_heads(owner)
         except ValueError as error:
             return f"{name} is not patched: {error}"
-        return f"{name} is not patched: its training takes the memory of its logits until you call patch(model){again}."
+        return f"{name} is not patched: its training takes the memory of its logits until you call patch(model)."
     listed = ", ".join([f"{key} ({head.in_features} to {head.out_features})" for key, head in patched.items()])
     lines = [f"{name} is patched, and its head defers its logits: {listed}."]
     history = next(iter(patched.values())).xent_history
     for kind, training in (("Training", True), ("Evaluation", False)):
         call = history.last.get(training)
-        if call is not None or trl is None:  # TRL's forward does not call the head
+        if call is not None or not trl:  # TRL's forward does not call the head
             lines.append(f"{kind}: {_words(call)}")
-    if trl is not None:
+    if trl:
         lines.append(trl)
     elif history.went_past:
         lines.append(f"An optimizer stepped without a call of the head: {why_unused(owner)}.")
@@ -76,10 +76,9 @@ def _words(call: Any) -> str:
     if call is None:
         return "none has been seen."
     how = "compiled, and " if call.compiled else ""
-    if call.fused is not None:
-        between = f" Between head and loss: {call.fused}." if call.fused else ""
-        after = f" The logits were computed besides: {call.computed}." if call.computed else ""
-        return f"{how}fused.{between}{after}"
-    if call.computed is not None:
-        return f"{how}not fused: {call.computed}."
-    return f"{how}logits were deferred, and no loss of them was taken."
+    if call.fused is None:
+        why = "logits were deferred, and no loss of them was taken."
+        return f"{how}not fused: {call.computed}." if call.computed else how + why
+    between = f" Between head and loss: {call.fused}." if call.fused else ""
+    after = f" The logits were computed besides: {call.computed}." if call.computed else ""
+    return f"{how}fused.{between}{after}"

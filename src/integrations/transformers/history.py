@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from xent.integrations.patch import name_of
 
@@ -112,5 +111,5 @@ def looks(function: Any) -> str:
     if frame is None:
         return f"{name_of(function)} looked at them"
     code, owner = frame.f_code, frame.f_locals.get("self")
-    of = f" of {type(owner).__name__}" if isinstance(owner, nn.Module) else ""
+    of = f" of {type(owner).__name__}" if owner is not None else ""
     return f"{name_of(function)} looked at them at {code.co_filename}:{frame.f_lineno} in {code.co_name}{of}"

@@ -108,8 +108,7 @@ def patch(model: nn.Module | None = None) -> Patch:
     history = next(filter(None, map(history_of, heads)), None) or History("")  # an inner model's heads have one
     history.name, head = type(owner).__name__, owner.get_output_embeddings()
     if head not in heads:
-        name = next(name for name, module in owner.named_modules() if module is head)
-        history.head = f" Its head {name} is a {type(head).__module__}.{type(head).__name__}."
+        history.head = f" Its head is a {type(head).__module__}.{type(head).__name__}."
     _histories[owner] = history
     changed = [defer_logits(head, history) for head in heads]
     return Patch(functools.partial(unpatch, model) if any(changed) else None, model)
@@ -166,10 +165,8 @@ def why_unused(model: Any) -> str:
     for module in model.modules():
         forward = inner(vars(module).get("forward"))  # accelerate's wraps that of the class
         own = [inner(vars(kind).get("forward")) for kind in type(module).__mro__]
-        if forward is not None and forward not in own:
-            code = getattr(forward, "__code__", None)
-            where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
-            return f"the forward of its {type(module).__name__} was replaced by {name_of(forward)}{where}"
+        if forward not in own:  # classes without a forward add None
+            return f"the forward of its {type(module).__name__} was replaced by {forward.__module__}.{name_of(forward)}"
     return "its head was not called"
 
 
@@ -372,8 +369,8 @@ def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
 
 def _is_of_plan(forward: Any) -> bool:
     """Whether a forward was installed by transformers' tensor parallelism."""
-    module, name = getattr(forward, "__module__", None), getattr(forward, "__qualname__", "")
-    return str(module).startswith("transformers.") and name.endswith("install_forward.<locals>.tp_forward")
+    is_theirs = str(getattr(forward, "__module__", "")).startswith("transformers.")
+    return is_theirs and "install_forward.<locals>.tp_forward" in repr(forward)
 
 
 def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:

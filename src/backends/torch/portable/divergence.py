@@ -2,13 +2,7 @@
 
 A dense teacher takes two folds: first the normalizers of both distributions, then the divergence and `pull`, the sum of
 its gradient. If the classes are on several ranks, each fold has one gather of its sums. A top-k teacher takes one fold.
-
-With u = log o - log w, a divergence sum_c w (log w - log o) of distributions w and o is computed as the sum of ::
-
-    w (e^u - 1 - u) = o - w - w u    >= 0
-
-The sums are equal, because w and o each sum to 1. No term is negative, and an error of either log-sum-exp, which is
-common to all u of a row, enters only squared. So close distributions lose no precision, and equal ones give exactly 0.
+`xent.backends.divergence_terms` has the terms of these sums.
 
 With a top-k teacher a row has K + 1 cells: the K classes, and all others as one cell. The probability of the other
 classes is summed directly, because 1 minus the probability of the K classes would cancel.
@@ -19,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from xent.backends.divergence_terms import divergence_terms
 from xent.backends.torch.contract import Block
 from xent.backends.torch.portable.rows import Facts, activate, times, tolerance
 from xent.core.call import Dense, Options, TopK
@@ -92,11 +87,11 @@ class TeacherRows:
         p.div_(rest)
         q.div_(rest_q)
         options = self._facts.setting.call.options
-        cost, v, factor = _terms(options, p, q, away, away_q.sub_(norms))
+        cost, v, factor = divergence_terms(torch, options, p, q, away, away_q.sub_(norms))
         pull = torch.zeros_like(sums["rest"])
         if v is not None:
             of_top = sums["teacher_top"][:, None] - peak_q
-            v = v - _terms(options, 1 / rest, of_top.exp() / rest_q, 0, of_top - norms)[1]
+            v = v - divergence_terms(torch, options, 1 / rest, of_top.exp() / rest_q, 0, of_top - norms)[1]
             pull = times(p, v).sum(-1)
         self._made = p, q, v, factor
         return {"divergence": cost.sum(-1), "pull": pull}
@@ -150,7 +145,7 @@ def _cells(options: Options, target: TopK, log_probs: Any, sums: dict[str, Tenso
     left = left.masked_fill((rest == 0) & (left <= tolerance(target)), 0)
     log_q = torch.cat((log_q, left.log()), 1)
     q, whole = torch.cat((log_q[:, :-1].exp(), left), 1), mass + left
-    cost, v, factor = _terms(options, p, q, log_p, log_q)
+    cost, v, factor = divergence_terms(torch, options, p, q, log_p, log_q)
     if v is None:
         pulled = whole * p - q
         cost = times(q, log_q - log_p) if target.tail == "drop" else cost
@@ -160,32 +155,3 @@ def _cells(options: Options, target: TopK, log_probs: Any, sums: dict[str, Tenso
         loss, pulled = cost.sum(-1), times(p, times(p, v).sum(-1, keepdim=True) - v) * factor
     others = (pulled[:, -1:] / rest).masked_fill(rest == 0, 0)[:, 0]
     return {"divergence": loss, "others": others, "of_ids": pulled[:, :-1]}
-
-
-def _terms(options: Options, p: Tensor, q: Tensor, log_p: Any, log_q: Tensor) -> tuple[Tensor, Any, Any]:
-    """Return the terms of the divergence per class, and v and f: dl/dx_c = f p_c (sum_k p_k v_k - v_c).
-
-    The logarithms may both lack one number. v is None where dl/dx_c is p_c - q_c.
-    """
-    beta = options.beta
-    if options.kind == "tv":
-        apart = p - q
-        return apart.abs() / 2, apart.sign() / -2, 1
-    if beta == 0:
-        return _gaps(q, p, log_p - log_q), None, 1
-    apart = log_q - log_p
-    if beta == 1:
-        return _gaps(p, q, apart), apart, 1
-    # log m - log p = log((1 - beta) + beta e^apart), and similarly log m - log q; start from the larger of p and q.
-    share = torch.where(apart > 0, apart.new_full((), 1 - beta), apart.new_full((), beta))
-    common = torch.log1p(share * torch.expm1(-apart.abs()))
-    from_p, from_q = common + apart.clamp(min=0), common - apart.clamp(max=0)
-    m = (1 - beta) * p + beta * q
-    return beta * _gaps(q, m, from_q) + (1 - beta) * _gaps(p, m, from_p), from_p, 1 - beta
-
-
-def _gaps(w: Tensor, o: Tensor, u: Tensor) -> Tensor:
-    """Return w (e^u - 1 - u) for o = w e^u, computed as o - w - w u if e^u is large; o where w is 0."""
-    near = u.clamp(max=1)
-    gap = torch.where(u > 1, o - w - w * u, w * (torch.expm1(near) - near).clamp(min=0))
-    return torch.where(w == 0, o, gap)

@@ -188,16 +188,13 @@ def _agree(table: list[_Stated], rank: int) -> tuple[int, int]:
                 f"either all ranks name vocab_parallel.first or none: it is {_text(one.first)} on rank 0 and "
                 f"{_text(stated.first)} on rank {other}"
             )
-    if ranks > 1 and one.size > 0 and all(stated.rows >= one.size and stated.first <= 0 for stated in table):
+    are_whole = one.size > 0 and all(stated.rows >= one.size and stated.first <= 0 for stated in table)
+    are_alike = len(set(one.sample)) > 1 and all(stated == one for stated in table)
+    if ranks > 1 and (are_whole or are_alike):
         raise ValueError(
-            f"every rank has {one.rows} classes, and vocab_parallel.size is {one.size}: that is the whole vocabulary "
-            f"on each of {ranks} ranks, and not its shards. Pass each rank its rows, or leave out vocab_parallel"
-        )
-    if ranks > 1 and len(set(one.sample)) > 1 and all(stated == one for stated in table):
-        raise ValueError(
-            f"all {ranks} ranks have the same {one.rows} classes with the same values: is that the whole vocabulary, "
-            "or gathered logits, or shards that were drawn with one seed? Pass each rank its own shard; if these are "
-            f"shards all the same, say so with xent.VocabParallel(group, size={ranks * one.rows})"
+            f"all {ranks} ranks have the same {one.rows} classes: is that the whole vocabulary, or gathered logits, or "
+            "shards that were drawn with one seed? Pass each rank its own shard, or leave out vocab_parallel; if these "
+            f"are shards all the same, say so with xent.VocabParallel(group, size={ranks * one.rows})"
         )
     firsts = [stated.first for stated in table]
     if one.first < 0:
