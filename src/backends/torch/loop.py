@@ -36,6 +36,7 @@ from xent.backends.torch.contract import STEPS, Block, Part, Schedule, Setting, 
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
+from xent.backends.torch.ranks import Ranks
 from xent.backends.torch.shards.checks import mark_uncomputed
 from xent.backends.torch.sources import Computed, Loaded, Logits, Stored, at_once, in_one_part
 from xent.core.call import Call, Dense, Given, Probabilities, TopK
@@ -51,8 +52,11 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     `reuse`: whether the gradient overwrites given logits.
     """
     setting, asked = plan.setting(call), plan.asked
-    steps, gradients, saved = _run(setting, plan, reuse)
+    ranks = Ranks(setting) if "rank" in plan.names else None
+    steps, gradients, saved = _run(setting, plan, reuse, None, ranks)
     results = steps.results()
+    if ranks is not None:
+        results[plan.names.index("rank")] = ranks.result()
     if setting.made_first:
         results += [
             gradient for gradient, wanted in zip(gradients, asked, strict=False) if wanted and gradient is not None
@@ -96,7 +100,7 @@ def backward(
 
 
 def _run(
-    setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None
+    setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None, ranks: Ranks | None = None
 ) -> tuple[Steps, list[Tensor | None], Tensor | None]:
     """Compute all rows with the steps of a backend: a forward pass, or a backward pass from the `saved` sums.
 
@@ -109,6 +113,8 @@ def _run(
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
         if call.shards is not None:
             mark_uncomputed(saved, setting.columns.index("range"), setting.vocabulary)
+    if ranks is not None and isinstance(call.source, Given):
+        ranks.add(Part(0, setting.count), call.source.logits[..., : setting.width])
     again = not forward and steps.saves
     if steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, (Dense, TopK))):
         if given:
@@ -122,6 +128,8 @@ def _run(
     waiting: tuple[Loaded, Any] | None = None
     for part in schedule:
         loaded = source.load(part)
+        if ranks is not None and not given:
+            ranks.add(part, next(source.blocks(loaded)).logits)
         if fused:
             for block in source.blocks(loaded):
                 steps.whole_rows(block, part, saved)

@@ -247,7 +247,7 @@ class TritonSteps(Inputs):
         options, reduced = self.options, self.options.reduction != "none"
         results = [recorded.loss.sum() if reduced else recorded.loss]
         for name in options.stats:
-            result: Any = self.counted if name == "count" else getattr(recorded, name)
+            result: Any = self.counted if name == "count" else getattr(recorded, name, None)
             if name == "z_loss" and reduced:
                 result = result.sum()
             elif name == "accuracy" and not options.accuracy_of_rows:
