@@ -53,7 +53,7 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
         workspace = source.workspace or (None if device.type == "cpu" else _WORKSPACE)
         step = rows_per_chunk(count, max(width, 1), acc.itemsize, workspace, device.type)
     top = torch.empty(count, min(k, width), dtype=acc, device=device)
-    ids, log_sum = torch.empty_like(top, dtype=torch.int64), torch.zeros(count, dtype=acc, device=device)
+    ids, log_sum = torch.empty_like(top, dtype=torch.int64), top.new_full((count,), -torch.inf)
     for start in range(0, count if width else 0, step):
         rows = slice(start, min(start + step, count))
         z = ordered(logits.block(Part(start, rows.stop), 0, rows.stop - start)[:, :width], scale)
