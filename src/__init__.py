@@ -13,7 +13,9 @@ from xent.api import (
     linear_cross_entropy,
     linear_divergence,
     linear_log_probs,
+    linear_top_k,
     log_probs,
+    top_k,
 )
 from xent.backends import backends
 from xent.core.spec import (
@@ -52,5 +54,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_log_probs",
+    "linear_top_k",
     "log_probs",
+    "top_k",
 ]

@@ -43,7 +43,9 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_log_probs",
+    "linear_top_k",
     "log_probs",
+    "top_k",
 ]
 
 class _Array(Protocol):
@@ -96,6 +98,12 @@ class _LogitsLogProbs(_LogProbs, _OfLogits, total=False): ...
 class _LinearLogProbs(_LogProbs, _OfLinear, total=False):
     shift: int
 
+class _TopK(_Shared, total=False):
+    temperature: float
+
+class _LogitsTopK(_TopK, _OfLogits, total=False): ...
+class _LinearTopK(_TopK, _OfLinear, total=False): ...
+
 class _Divergence(_Weighted, total=False):
     kind: str
     beta: float
@@ -107,6 +115,10 @@ class _LinearDivergence(_Divergence, _OfLinear, total=False):
     shift: int
 
 def backends() -> list[BackendInfo]: ...
+def top_k(logits: _Array, k: int, **options: Unpack[_LogitsTopK]) -> TopKTeacher: ...
+def linear_top_k(
+    input: _Array, linear_weight: _Array | QuantizedWeight | QuantizedRows, k: int, **options: Unpack[_LinearTopK]
+) -> TopKTeacher: ...
 @overload
 def cross_entropy(logits: _A, target: _Array, *, stats: tuple[()] = (), **options: Unpack[_LogitsLoss]) -> _A: ...  # type: ignore[overload-overlap]
 @overload

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from xent.backends.evaluate import evaluate
-from xent.core.describe import describe_divergence, describe_log_probs, describe_loss
+from xent.core.describe import describe_divergence, describe_log_probs, describe_loss, describe_top_k
 from xent.core.signature import register
 from xent.core.spec import Support
 
@@ -18,7 +18,9 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_log_probs",
+    "linear_top_k",
     "log_probs",
+    "top_k",
 ]
 
 
@@ -320,8 +322,9 @@ def log_probs(
     entropy : bool
         Whether to return the entropy of each row as well.
     stats : collection of str
-        Names among "lse", "predictions", "log_sum_sq_probs", "mean_logit" and "accuracy", one value per row each: see
-        `xent.Stats`. Only "lse" has a gradient.
+        Names among "lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy" and "rank", one value per row
+        each: see `xent.Stats`. Only "lse" has a gradient. "rank" reads the logits once more; with hidden states, chunks
+        of rows then have all their logits.
 
     Returns
     -------
@@ -625,10 +628,117 @@ def linear_divergence(
     return evaluate("linear_divergence", arguments)
 
 
+def top_k(
+    logits: Any,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    axis: int = -1,
+    vocab_parallel: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """Find the most probable classes of each row, and their log-probabilities over all classes.
+
+    With default options and K = k this equals ``logits.float().log_softmax(-1).topk(k)``. The result has no gradient.
+
+    Parameters
+    ----------
+    logits : array (..., V); float64, float32, bfloat16 or float16
+        Unnormalised scores z. Any strides.
+    k : int in [1, V]
+        The number K of classes. All ranks of a vocabulary in shards pass the same; a shard may have fewer classes.
+    temperature : float > 0
+        Divides the logits after scale and softcap.
+    softcap, logit_scale, axis, backend
+        As in `xent.divergence`.
+    vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
+        As in `xent.cross_entropy`. Every call exchanges k and the ranges of classes, for which the host waits, with
+        ``first`` and ``size`` too; a CUDA graph cannot capture it. Results are plain tensors, the same on every rank.
+
+    Returns
+    -------
+    TopKTeacher
+        ``ids`` (..., K), int64 (int32 in MLX): the K classes with the largest logits, the largest first and the lowest
+        class first among equal ones. The order is that of z (of -z with a negative scale), which a softcap could round
+        to equal numbers. ``log_probs`` (..., K), float32, or float64 for float64 logits and for NumPy. K is the last
+        axis, whatever ``axis`` is. A row with NaN has NaN log-probabilities. Classes with a logit of -inf have -inf.
+
+    Raises
+    ------
+    TypeError, ValueError, BackendError
+        As in `xent.cross_entropy`; also if ``k`` differs between ranks.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> teacher = xent.top_k(np.log([[0.2, 0.1, 0.7]]), 2)
+    >>> teacher.ids, np.exp(teacher.log_probs).round(4)
+    (array([[2, 0]]), array([[0.7, 0.2]]))
+    """
+    return evaluate("top_k", (logits, k, temperature, softcap, logit_scale, axis, vocab_parallel, backend))
+
+
+def linear_top_k(
+    input: Any,
+    linear_weight: Any,
+    k: int,
+    *,
+    linear_bias: Any = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    workspace: int | None = None,
+    vocab_parallel: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """Find the most probable classes of each row from hidden states, without storing the (tokens x vocabulary) logits.
+
+    This equals ``top_k(F.linear(input, linear_weight, linear_bias), k, ...)`` with at least float32 logits for every
+    dtype of hidden states and classifier, computed in chunks of rows. ``xent.linear_divergence(hidden, head,
+    xent.linear_top_k(teacher_hidden, teacher_head, 64))`` is a distillation from the 64 most probable classes.
+
+    Parameters
+    ----------
+    input : array (..., D); float64, float32, bfloat16 or float16
+        Hidden states.
+    linear_weight, linear_bias
+        As in `xent.linear_divergence`.
+    workspace : int, optional
+        Bound in bytes on the logits that exist at one time (at least one row is computed).
+    k, temperature, softcap, logit_scale, vocab_parallel, backend
+        As in `xent.top_k`. ``sequence_parallel`` is a ValueError.
+
+    Returns
+    -------
+    TopKTeacher
+        As from `xent.top_k`.
+
+    Raises
+    ------
+    TypeError, ValueError, BackendError
+        As in `xent.top_k`.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> xent.linear_top_k(np.eye(3), np.diag([1.0, 2.0, 3.0]), 1).log_probs.round(4)
+    array([[-0.5514],
+           [-0.2395],
+           [-0.0949]])
+    """
+    arguments = (
+        input, linear_weight, k, linear_bias, temperature, softcap, logit_scale, workspace, vocab_parallel, backend,
+    )  # fmt: skip
+    return evaluate("linear_top_k", arguments)
+
+
 for _functions, _describe in (
     ((cross_entropy, linear_cross_entropy), describe_loss),
     ((log_probs, linear_log_probs), describe_log_probs),
     ((divergence, linear_divergence), describe_divergence),
+    ((top_k, linear_top_k), describe_top_k),
 ):
     for _function in _functions:
         register(_function, _describe)

@@ -10,8 +10,9 @@ import xent
 from tests.options import LOG_PROB_OPTIONS, option_cases
 from tests.targets import Target
 from xent.command.check.case import LOSSES, Case, Inputs, placed
+from xent.core.spec import LOG_PROB_STATS
 
-__all__ = ["OPTIONS", "PROMISED", "call_of", "log_prob_case", "results_of", "upstream_of"]
+__all__ = ["OPTIONS", "PROMISED", "WITHOUT_RANK", "call_of", "log_prob_case", "results_of", "upstream_of"]
 
 WITHOUT_SUPPORT = {"temperature": "rows", "softcap": 5.0, "logit_scale": 0.8}
 OPTIONS = {"plain": {}, "rows": WITHOUT_SUPPORT, "support": LOG_PROB_OPTIONS["all"]}
@@ -49,6 +50,8 @@ def _promised() -> list[Case]:
 
 
 PROMISED = _promised()
+WITHOUT_RANK = tuple(name for name in LOG_PROB_STATS if name != "rank")
+"""The statistics that do not change the bits of log-probabilities. With "rank" no tiles of logits are overwritten."""
 
 
 def upstream_of(target: Target, case: Case, inputs: Inputs) -> tuple[Any, ...]:

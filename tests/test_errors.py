@@ -160,7 +160,7 @@ LOG_PROBS: Bad = [
         TypeError,
         "stats must be a tuple, list or set of names from 'lse', 'predictions'.*; got 'lse'",
     ),
-    ({"stats": ("lse", "nll")}, ValueError, "stats must be names from 'lse', .*'accuracy'; got 'nll'$"),
+    ({"stats": ("lse", "nll")}, ValueError, "stats must be names from 'lse', .*'rank'; got 'nll'$"),
     ({"stats": ["entropy"]}, ValueError, "stats must be names from .*; got 'entropy': pass entropy=True"),
     ({"stats": ("z_loss",)}, ValueError, "stats must be names from .*; got 'z_loss'"),
 ]

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import xent
-from tests.calls import call_of
+from tests.calls import WITHOUT_RANK, call_of
 from tests.cases import EVERYWHERE, FUNCTIONS, LOG_PROBS, SHAPES, covering_cases
 from tests.covering import FULL, crossed
 from tests.options import LOG_PROB_OPTIONS, option_cases
 from tests.targets import Target
 from xent.command.check.case import Case, make_inputs
-from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS, STAT_NAMES
+from xent.core.spec import DIFFERENTIABLE, STAT_NAMES
 
 CASES = [
     case
@@ -42,7 +42,7 @@ def test_statistics_equal_the_reference(target: Target, case: Case) -> None:
 
 def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
     """Compare all statistics with the reference, and log-probabilities. Loss and log-probabilities do not change."""
-    inputs, names = make_inputs(case), STAT_NAMES if case.function in FUNCTIONS else LOG_PROB_STATS
+    inputs, names = make_inputs(case), STAT_NAMES if case.function in FUNCTIONS else WITHOUT_RANK
     call, arrays = call_of(target, case, inputs, stats=names)
     *made, stats = call(*arrays)
     numbers = {name: target.harness.numpy(array) for name, array in zip(inputs.differentiable, arrays, strict=True)}
@@ -173,7 +173,7 @@ def test_other_statistics_carry_no_gradient(target: Target, function: str, reduc
         return
     case = Case(function, (6,), 9, "float32", "", {"z_loss": 0.1} if is_loss else {}, reduction)
     inputs = make_inputs(case)
-    names = [name for name in (STAT_NAMES if is_loss else LOG_PROB_STATS) if name not in ("predictions", "count")]
+    names = [name for name in (STAT_NAMES if is_loss else WITHOUT_RANK) if name not in ("predictions", "count")]
     if reduction == "none":
         names = [name for name in names if name not in DIFFERENTIABLE]
     call, arrays = call_of(target, case, inputs)

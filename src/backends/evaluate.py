@@ -6,9 +6,10 @@ PyTorch's plain tensors take a plan: see `xent.backends.torch.planned`.
 from typing import Any
 
 from xent.backends import dtensors_of, rank_named, selected
-from xent.core.call import Options, framework_of
+from xent.core.call import Largest, Options, framework_of
+from xent.core.describe import describe_top_k
 from xent.core.signature import FUNCTIONS, Function
-from xent.core.spec import Stats
+from xent.core.spec import Stats, TopKTeacher
 
 __all__ = ["evaluate"]
 
@@ -24,7 +25,7 @@ def evaluate(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
-    if framework_of(arguments[0]) == "torch":
+    if framework_of(arguments[0]) == "torch" and function.describe is not describe_top_k:
         from xent.backends.torch import planned
 
         results = planned.evaluate(function, arguments, selected)
@@ -38,7 +39,10 @@ def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
             return cut(function.call, *map(named.pop, sources), named)
     defaults = zip(function.names, function.defaults, strict=True)
     call = function.describe(named, [one for one, default in defaults if named[one] is not default])
-    return _returned(call.options, *selected(named["backend"], call, arguments[0]).run(call))
+    backend = selected(named["backend"], call, arguments[0])
+    if isinstance(call.target, Largest):
+        return TopKTeacher(*backend.top_k(call))
+    return _returned(call.options, *backend.run(call))
 
 
 def _returned(options: Options, loss: Any, stats: Stats) -> Any:

@@ -68,5 +68,8 @@ class Backend(Protocol):
     def run(self, call: Call) -> tuple[Any, Stats]:
         """Return the loss, an array of the call's framework, and the statistics that `call.options.stats` names."""
 
+    def top_k(self, call: Call) -> tuple[Any, Any]:
+        """Return ids and log-probabilities (..., K) of a call whose target is a `xent.core.call.Largest`."""
+
     def harness(self, device: str | None = None) -> Harness[Any]:
         """Return the harness of the gradient checks, for `device` or by default the best available device."""

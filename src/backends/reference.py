@@ -10,7 +10,19 @@ from typing import Any, NoReturn
 import numpy as np
 
 from xent.backends.reference_divergence import Array, between, expectation, from_top_k
-from xent.core.call import Activation, Allowed, Call, Dense, Given, Options, Probabilities, Source, TopK, folded
+from xent.core.call import (
+    Activation,
+    Allowed,
+    Call,
+    Dense,
+    Given,
+    Largest,
+    Options,
+    Probabilities,
+    Source,
+    TopK,
+    folded,
+)
 from xent.core.spec import ROW_STATS, BackendInfo, Stats
 from xent.core.validate import check_support, check_targets, check_temperature
 
@@ -45,6 +57,20 @@ class Reference:
             return _combined(call, [self.run(one) for one in _apart(call)])
         rows = _Rows(call)
         return rows.reduced(rows.loss), rows.stats()
+
+    @_quiet
+    def top_k(self, call: Call) -> tuple[Any, Any]:
+        """Return ids and float64 log-probabilities (..., K), most probable first."""
+        call, z = folded(call), _raw(call.source)
+        assert isinstance(call.target, Largest)
+        rows, activation = z.reshape(-1, z.shape[-1]), call.activation
+        order = _ordered(rows, activation.logit_scale)
+        ids = np.argsort(np.where(np.isnan(order), -np.inf, -order), axis=-1, kind="stable")[:, : call.target.k]
+        x = _activated(rows, activation)[0]
+        lse, surprise = _normalized(x)
+        log_probs = np.where((x == -np.inf) & ~np.isnan(lse[:, None]), -np.inf, -surprise)
+        shape = (*z.shape[:-1], call.target.k)
+        return ids.reshape(shape), np.take_along_axis(log_probs, ids, -1).reshape(shape)
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the checks compare other backends with the reference."""
@@ -138,6 +164,7 @@ class _Rows:
         target, activation, self.options = call.target, call.activation, call.options
         options, shift, z = self.options, self.options.shift, _raw(call.source)
         assert isinstance(shift, int)
+        assert not isinstance(target, Largest)
         self.shape, vocabulary = z.shape[:-1], z.shape[-1]
         count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
         here = np.arange(length) + shift
@@ -173,7 +200,7 @@ class _Rows:
         self.a = np.where(self.ignored, 0.0, weight)
         self.excluded = self.a == 0
         self.divisor = (self.a * row_weight).sum() if options.normalizer is None else float(options.normalizer)
-        self.scaled_z = activation.logit_scale * z.reshape(count, vocabulary)
+        self.order = _ordered(z.reshape(count, vocabulary), activation.logit_scale)
         x, slope = _activated(z.reshape(count, vocabulary), activation)
         temperature = _float64(moved(activation.temperature))[:, None]
         self.x, self.slope = x / temperature, slope / temperature
@@ -248,8 +275,10 @@ class _Rows:
     def stats(self) -> Stats:
         """Return the statistics that the options name."""
         count, classes = int((~self.ignored).sum()), self._inside(np.ones_like(self.x), 0.0).sum(-1)
-        predictions = self._inside(self.scaled_z, -np.inf).argmax(-1)
-        hits = self._masked(1.0 * (predictions == self.q.argmax(-1)), self.ignored)
+        order = self._inside(self.order, -np.inf)
+        predictions, truth = order.argmax(-1), self.q.argmax(-1)
+        of_target = np.take_along_axis(order, truth[:, None], -1)
+        hits = self._masked(1.0 * (predictions == truth), self.ignored)
         rows = {
             "lse": self.lse,
             "nll": expectation(self.q, self.surprise),
@@ -261,6 +290,8 @@ class _Rows:
         values: dict[str, Any] = {
             name: self._masked(each, self.ignored).reshape(self.shape) for name, each in rows.items()
         }
+        rank = (~(order <= of_target) & ~np.isnan(of_target)).sum(-1)
+        values["rank"] = np.where(self.ignored, -1, rank).reshape(self.shape)
         values["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
         values |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
         values["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
@@ -283,6 +314,11 @@ def _raw(source: Source) -> Array:
         return np.moveaxis(_float64(source.logits), source.axis, -1)
     z = _float64(source.input) @ _float64(source.weight).T
     return np.asarray(z if source.bias is None else z + _float64(source.bias))
+
+
+def _ordered(z: Array, scale: Any) -> Array:
+    """Return raw logits in the order of x, which a softcap would round to equal numbers."""
+    return np.where(np.isnan(z), z, np.sign(scale) * z) if scale else np.zeros_like(z)
 
 
 def _activated(z: Array, activation: Activation) -> tuple[Array, Array]:

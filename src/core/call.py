@@ -21,6 +21,7 @@ __all__ = [
     "Dense",
     "Given",
     "GroupSlot",
+    "Largest",
     "NumberSlot",
     "Options",
     "Probabilities",
@@ -130,7 +131,13 @@ class TopK(NamedTuple):
     tail: str = "bucket"
 
 
-Target = Classes | Allowed | Probabilities | Dense | TopK
+class Largest(NamedTuple):
+    """No target: the k most probable classes of each row are the result."""
+
+    k: int
+
+
+Target = Classes | Allowed | Probabilities | Dense | TopK | Largest
 
 
 class Options(NamedTuple):
@@ -146,7 +153,7 @@ class Options(NamedTuple):
     """The target's shape; (N,) in a prepared call."""
     normalizer: Any = None
     stats: tuple[str, ...] = ()
-    """In the order of `xent.core.spec.STAT_NAMES`."""
+    """In the order of `xent.core.spec.STAT_NAMES`, then "rank"."""
     exact: bool = False
     """Whether logits that the call computes must be float32 or float64, for every input dtype."""
     accuracy_of_rows: bool = False
@@ -193,7 +200,7 @@ def folded(call: Call) -> Call:
     k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
     """
     temperature, target = call.activation.temperature, call.target
-    if temperature is None or not (isinstance(temperature, (int, float)) or isinstance(target, (Dense, TopK))):
+    if temperature is None or not (isinstance(temperature, (int, float)) or isinstance(target, (Dense, TopK, Largest))):
         return call
     if isinstance(target, Dense):
         target = replaced(target, activation=_folded(target.activation))

@@ -26,6 +26,7 @@ from xent.core.call import (
     Classes,
     Dense,
     Given,
+    Largest,
     Options,
     Probabilities,
     Product,
@@ -67,6 +68,7 @@ __all__ = [
     "describe_divergence",
     "describe_log_probs",
     "describe_loss",
+    "describe_top_k",
     "have_same_rows",
 ]
 
@@ -136,6 +138,16 @@ def describe_divergence(arguments: Arguments, passed: Collection[str]) -> Call:
     return Call(source, target, _activation(given, heat), _options(given), shards)
 
 
+def describe_top_k(arguments: Arguments, passed: Collection[str]) -> Call:
+    """Describe a call of `xent.top_k` or `xent.linear_top_k`."""
+    framework, given = _checked(arguments, passed, (), ())
+    shards = _shards(framework, given, False)
+    source, _, _, vocabulary = _source(given, passed, shards, None)
+    most = vocabulary if shards is None else 2**31 - 1
+    k = check_int("k", given["k"], f"an int from 1 to the number of classes, {most},", 1, most)
+    return Call(source, Largest(k), _activation(given, given["temperature"]), Options("none", exact=True), shards)
+
+
 def have_same_rows(call: Call) -> bool:
     """Return whether the arrays of a described call, whose other sizes fit, have the same rows."""
     source, target, activation, options, _ = call
@@ -157,6 +169,8 @@ def have_same_rows(call: Call) -> bool:
         alike = target.ids.shape == rows and target.offsets.shape[0] == math.prod(rows) + 1
     elif isinstance(target, TopK):
         alike = target.ids.shape[:-1] == rows and target.log_probs.shape == target.ids.shape
+    elif isinstance(target, Largest):
+        alike = True
     elif isinstance(target.source, Product):
         alike = target.source.input.shape[:-1] == rows
     else:
@@ -187,23 +201,23 @@ def _checked(
 
     `names`: the statistics that the function returns. `more`: statistics that another argument asks for.
     """
-    given = {"inplace": False, "shift": 0, **arguments}
+    given = {"inplace": False, "shift": 0, "stats": (), **arguments}
     arrays: dict[str, Any] = {}
     for name in ARRAYS:
         if name in passed:
             arrays |= arrays_of(name, given[name])
-    first, is_divergence = given.get("input", given.get("logits")), "teacher" in given
+    first, is_plain = given.get("input", given.get("logits")), "teacher" in given or "k" in given
     others = [name for name in passed if name not in ARRAYS]
     for name in others:
         if name in RANGES and type(given[name]) not in PLAIN:
             given[name] = number = number_of(framework_of(first), given[name])
-            if framework_of(number) is not None and (name == "normalizer" or not is_divergence):
+            if framework_of(number) is not None and (name == "normalizer" or not is_plain):
                 arrays[name] = number
     framework = common_framework(arrays)
     if others:
-        given |= check_options(framework, given, not is_divergence, others, names)
+        given |= check_options(framework, given, not is_plain, others, names)
     if given["stats"] or more:
-        given["stats"] = tuple(name for name in STAT_NAMES if name in given["stats"] or name in more)
+        given["stats"] = tuple(name for name in (*STAT_NAMES, "rank") if name in given["stats"] or name in more)
     return framework, given
 
 
@@ -215,8 +229,8 @@ def _shards(framework: str, given: Arguments, gathers: bool) -> Shards | None:
     if shards.axis is not None and not gathers:
         raise ValueError(
             "sequence_parallel=True is for xent.linear_cross_entropy and xent.linear_log_probs: gather the hidden "
-            "states of student and teacher, and leave sequence_parallel out"
-            if "teacher" in given
+            "states first, and leave sequence_parallel out"
+            if "teacher" in given or "k" in given
             else "sequence_parallel=True is for functions of hidden states, which they gather; logits must hold all "
             "tokens on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
         )

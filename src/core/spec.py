@@ -34,7 +34,7 @@ DIFFERENTIABLE = ("lse", "nll", "entropy")
 """Statistics that have gradients with reduction "none"."""
 ROW_STATS = (*DIFFERENTIABLE, "predictions", "log_sum_sq_probs", "mean_logit")
 STAT_NAMES = (*ROW_STATS, "z_loss", "accuracy", "count")
-LOG_PROB_STATS = ("lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy")
+LOG_PROB_STATS = ("lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy", "rank")
 """Statistics of the log-probability functions, one value per row each."""
 DIVERGENCE_STATS = ("entropy",)
 """Statistics of the divergences, one value per row each, without gradient."""
@@ -309,8 +309,8 @@ class Stats:
     With reduction "none" lse, nll and entropy have gradients; the others have none. Those of a divergence have none.
 
     Rows are the positions of `target`. A row whose target is `ignore_index`, or that has no target because of `shift`,
-    is not counted; its value is 0, or -1 for predictions. x are the logits after scale, softcap and temperature. With a
-    support, sums over c are over the row's support.
+    is not counted; its value is 0, or -1 for predictions and ranks. x are the logits after scale, softcap and
+    temperature. With a support, sums over c are over the row's support.
 
     Attributes
     ----------
@@ -333,6 +333,9 @@ class Stats:
         class); 0 if no row is counted. From the log-probability functions: 1 or 0 per row, target's shape.
     count : 0-d array, int64 (int32 in MLX)
         The number of counted rows.
+    rank : array, target's shape, int64 (int32 in MLX)
+        The number of classes whose logit is larger than the target's: 0 where the target is the prediction or ties with
+        it. NaN is the largest logit. Only of log-probabilities. -1 also where the target is no class.
     """
 
     lse: Any = None
@@ -344,6 +347,7 @@ class Stats:
     z_loss: Any = None
     accuracy: Any = None
     count: Any = None
+    rank: Any = None
 
 
 @dataclass(frozen=True)

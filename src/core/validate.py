@@ -167,14 +167,14 @@ def _is_tracing(framework: str | None) -> bool:
     return torch.compiler.is_compiling()
 
 
-def check_int(name: str, value: Any, allowed: str = "an int,", least: int | None = None) -> int:
-    """Return an integer of Python or NumPy as one of Python. Raise TypeError, or ValueError if it is below `least`.
+def check_int(name: str, value: Any, allowed: str = "an int,", least: float = -math.inf, most: float = math.inf) -> int:
+    """Return an integer of Python or NumPy as one of Python. Raise TypeError, or ValueError outside [least, most].
 
     One that torch.export traces becomes a constant.
     """
     if type(value).__name__ == "SymInt":
         value = operator.index(value)
-    if not _is_int(value) or (least is not None and value < least):
+    if not _is_int(value) or not least <= value <= most:
         raise (ValueError if _is_int(value) else TypeError)(f"{name} must be {allowed} got {shown(value)}")
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
 

@@ -529,6 +529,8 @@ READ: dict[str, Callable[[Tensor], Any]] = {
     "logsumexp after a softcap": lambda z: torch.logsumexp(torch.tanh(z / 2) * 2, dim=-1),
     "logsumexp with numbers and in another dtype": lambda z: (z + NUMBERS).double().logsumexp(-1),
     "logsumexp of a sum": lambda z: (z + z).logsumexp(-1),
+    "topk": lambda z: z.topk(3),
+    "topk of the smallest on a kept axis": lambda z: torch.topk(z, k=2, dim=2, largest=False),
     "entropy": entropy_from_logits,
 }
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, mlx_kernel
 from xent.backends.mlx import plain
+from xent.backends.mlx.block import ranks
 from xent.backends.mlx.kernels import Facts, Results
 
 __all__ = ["allows", "backward", "forward"]
@@ -26,7 +27,8 @@ _tried: dict[Any, "bool | KernelError"] = {}
 def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
     """Compute a block: see `xent.backends.mlx.kernels`."""
     try:
-        return _launch(logits, facts, {name for name in OUTPUTS if name in asked})
+        results = _launch(logits, facts, {name for name in OUTPUTS if name in asked})
+        return results | {"rank": ranks(logits, facts)} if "rank" in asked else results
     except KernelError as error:
         _warn(error)
         return plain.forward(logits, facts, asked)

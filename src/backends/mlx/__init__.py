@@ -73,6 +73,12 @@ class MlxBackend:
 
         return driver.run(call, self.kernel())
 
+    def top_k(self, call: Call) -> "tuple[mx.array, mx.array]":
+        """Return the most probable classes and their log-probabilities, in MLX's own operations on all devices."""
+        from xent.backends.mlx import top_k
+
+        return top_k.run(call)
+
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""
         from xent.backends.mlx.harness import MlxHarness

@@ -24,11 +24,21 @@ from dataclasses import replace
 import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, device_type, exp, expm1, has_fused_loss, product
-from xent.backends.mlx.kernels import Coefficients, Facts, Sums, coefficients
+from xent.backends.mlx.kernels import Coefficients, Facts, Sums, coefficients, ordered
 
-__all__ = ["Block", "FusedBlock", "fuses", "needs_memory"]
+__all__ = ["Block", "FusedBlock", "fuses", "needs_memory", "ranks"]
 
 _ADDED = 4096  # classes that MLX's softmax adds accurately
+
+
+def ranks(z: mx.array, facts: Facts) -> mx.array:
+    """Return the number (R,) of logits (R, V) that are larger than the target's. NaN is the largest logit."""
+    order = ordered(z, facts.number("logit_scale")) if facts.scales else z
+    if facts.ids is not None:
+        order = mx.where(facts.ids < 0, -mx.inf, order)
+    assert facts.target is not None
+    of_target = mx.take_along_axis(order, facts.target[:, None], -1)
+    return (~(order <= of_target) & ~mx.isnan(of_target)).sum(-1).astype(mx.int32)
 
 
 class Block:
@@ -83,6 +93,8 @@ class Block:
             found["entropy"] = class_sum(product(p, below)) + log_sum
         if "predictions" in asked:
             found["predictions"] = self._best()
+        if "rank" in asked:
+            found["rank"] = ranks(self.z, self.facts)
         if "log_sum_sq_probs" in asked:
             found["log_sum_sq_probs"] = mx.log(class_sum(mx.square(p)))
         if "mean_logit" in asked:
@@ -146,10 +158,10 @@ class Block:
         return peak - self._at_target(self.x)
 
     def _best(self) -> mx.array:
-        """Return the class of the largest scaled logit. A softcap is not applied, because rounding could make ties."""
+        """Return the class of the largest scaled logit."""
         key = self.z
         if self.facts.scales:
-            key = mx.sign(self.facts.number("logit_scale")).astype(key.dtype) * key
+            key = ordered(key, self.facts.number("logit_scale"))
         ids, none = self.facts.ids, mx.iinfo(mx.int32).max
         if ids is None:
             return mx.argmax(key, axis=-1).astype(mx.int32)

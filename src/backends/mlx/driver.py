@@ -173,10 +173,10 @@ def _expected(given: dict[str, mx.array]) -> list[str]:
 def _of_no_rows(inputs: list[mx.array], options: Options, shape: tuple[int, ...]) -> tuple[mx.array, Stats]:
     """Return results of rows of an empty `shape`, without operations on empty arrays: some crash on NVIDIA GPUs."""
     acc, alone = accumulation_dtype(inputs[0].dtype), options.reduction == "none"
-    of_rows = {*ROW_STATS, *["loss", "z_loss"] * alone, *["accuracy"] * options.accuracy_of_rows}
+    of_rows = {*ROW_STATS, *["loss", "z_loss"] * alone, *["accuracy", "rank"] * options.accuracy_of_rows}
 
     def zeros(name: str) -> mx.array:
-        return _filled(shape if name in of_rows else (), mx.int32 if name in ("predictions", "count") else acc)
+        return _filled(shape if name in of_rows else (), mx.int32 if name in ("predictions", "count", "rank") else acc)
 
     grads = [_filled(array.shape, array.dtype) for array in inputs]
     loss = with_gradients({"loss": zeros("loss")}, inputs, lambda _: grads)["loss"]
@@ -217,7 +217,9 @@ def _statistics(found: Results, facts: Facts) -> dict[str, mx.array]:
             made[name] = right if options.accuracy_of_rows else right.sum() / mx.maximum(counted, 1)
         else:
             value = _lse(found) if name == "lse" else found[name]
-            value = mx.where(ignored, -1 if name == "predictions" else 0, value)
+            value = mx.where(ignored, -1 if name in ("predictions", "rank") else 0, value)
+            if name == "rank" and facts.invalid is not None:
+                value = mx.where(facts.invalid, -1, value)
             made[name] = value if name != "nll" or facts.invalid is None else mx.where(facts.invalid, mx.nan, value)
     return made
 

@@ -37,7 +37,18 @@ import mlx.core as mx
 from xent.backends.mlx.devices import product
 from xent.core.call import Call
 
-__all__ = ["Coefficients", "Facts", "Results", "Sums", "activate", "asked", "coefficients", "finish", "joined"]
+__all__ = [
+    "Coefficients",
+    "Facts",
+    "Results",
+    "Sums",
+    "activate",
+    "asked",
+    "coefficients",
+    "finish",
+    "joined",
+    "ordered",
+]
 
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
 _WHOLE = ("numbers", "class_weight", "deferred", "divisor")
@@ -167,6 +178,7 @@ Results = dict[str, mx.array]
 - nll: (R,) lse - x_y; for class probabilities q, without smoothing, sum_c q_c (lse - x_c).
 - entropy: (R,) -sum_c p_c log p_c.
 - predictions: (R,) int32: the class of the largest logit_scale * z, before the softcap; among equals the lowest.
+- rank: (R,) int32: the number of classes whose logit is larger than the target's.
 - log_sum_sq_probs: (R,) log sum_c p_c^2.
 - mean_logit: (R,) the mean of x_c over classes.
 
@@ -187,6 +199,11 @@ def joined(parts: Sequence[Results]) -> Results:
     if len(parts) == 1:
         return parts[0]
     return {name: mx.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def ordered(z: mx.array, scale: mx.array) -> mx.array:
+    """Return raw logits in the order of scale * z. A softcap is not applied, because rounding could make ties."""
+    return mx.sign(scale).astype(z.dtype) * z
 
 
 def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array | None]:

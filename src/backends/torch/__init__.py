@@ -55,6 +55,13 @@ class TorchBackend:
         self.load()
         return entry.run(call, self.name)
 
+    def top_k(self, call: Call) -> "tuple[Tensor, Tensor]":
+        """Return the most probable classes and their log-probabilities."""
+        from xent.backends.torch import entry
+
+        self.load()
+        return entry.run_top_k(call, self.name)
+
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the PyTorch harness of the gradient checks."""
         from xent.backends.torch.harness import TorchHarness

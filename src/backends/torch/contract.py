@@ -41,11 +41,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xent.core.call import Call, Dense, Probabilities, TopK, differs
+from xent.core.call import Activation, Call, Dense, Probabilities, TopK, differs
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
     "CONSTANTS",
+    "MAXIMA",
     "SCALES",
     "STEPS",
     "Block",
@@ -354,6 +355,10 @@ STEPS: dict[str, Callable[[Setting], Steps]] = {}
 CONSTANTS: dict[str, Callable[[Any, tuple[bool, ...] | None], Any]] = {}
 """Backend -> its function (plan, which upstream gradients there are; None in a forward pass) that decides, once for a
 plan, what does not depend on values. A backend without one decides nothing."""
+
+MAXIMA: dict[str, Callable[[Tensor, Activation], tuple[Tensor, Tensor]]] = {}
+"""Backend -> its function (logits (R, C), activation with a scale >= 0) that returns the maxima of blocks of classes,
+and log sum_c exp(x_c - max x) of each row, 0 for a sum of 0: see `xent.backends.torch.top_k`."""
 
 SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
 """Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""

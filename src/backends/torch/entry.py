@@ -1,4 +1,7 @@
-"""Calls under a tracer, a transform or a mode, which go through custom operations. Others have a plan (`planned`)."""
+"""Calls under a tracer, a transform or a mode, which go through custom operations. Others have a plan (`planned`).
+
+The most probable classes are an operation in all calls.
+"""
 
 from typing import Any
 
@@ -8,21 +11,23 @@ from torch import Tensor
 from xent.backends.torch import operations, private
 from xent.backends.torch.codec import split, text
 from xent.backends.torch.contract import wide
+from xent.backends.torch.function import undisturbed
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.plan import Asked, asked_of, compute_of, leaves_of
-from xent.backends.torch.prepare import classes_last, shaped, typed
+from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed
 from xent.backends.torch.refusals import refuse
-from xent.core.call import Call, Given, Options, array_of, folded, replaced
-from xent.core.spec import Stats
+from xent.backends.torch.top_k import top_k
+from xent.core.call import Call, Given, Options, Product, array_of, folded, replaced
+from xent.core.spec import QuantizedRows, Stats
 
-__all__ = ["check_inplace", "run"]
+__all__ = ["check_inplace", "run", "run_top_k"]
 
 
 def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call under a tracer, a transform or a mode, with the steps of that backend."""
     call = classes_last(typed(folded(call)))
     refuse(call, True)
-    source, shards = call.source, call.shards
+    source = call.source
     compiling = torch.compiler.is_compiling()
     if isinstance(source, Given) and source.inplace:
         if not compiling:
@@ -30,12 +35,8 @@ def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
         call = replaced(call, source=replaced(source, inplace=False))  # a compiler plans memory itself
     if compiling:
         call = replaced(call, options=_symbolic(call))
-    if shards is not None:
-        from xent.backends.torch.shards.ranges import group_of
-
-        call = replaced(call, shards=replaced(shards, group=group_of(shards.group).group_name))
     tensors: list[Tensor] = []
-    form = text(split(call, tensors))
+    form = text(split(_grouped(call), tensors))
     results: Any
     if torch.compiler.is_dynamo_compiling() and private.transforms_active():
         from xent.backends.torch import in_graph
@@ -46,6 +47,29 @@ def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     else:
         results = operations.decided(form, kernel, True, *tensors)
     return shaped(results, call)
+
+
+def run_top_k(call: Call, kernel: str) -> tuple[Tensor, Tensor]:
+    """Return ids and log-probabilities (..., K), without gradient, with the maxima of that backend."""
+    call = _grouped(classes_last(typed(folded(call))))
+    source: Any = call.source
+    if isinstance(source, Product) and isinstance(source.weight, QuantizedRows):
+        results = undisturbed(source.input.device, top_k, call, kernel)
+    else:
+        tensors: list[Tensor] = []
+        form = text(split(call, tensors))
+        results = torch.ops.xent.top_k(form, kernel, [tensor.detach() for tensor in tensors])
+    ids, log_probs = (result.view(*rows_of(call), result.shape[-1]) for result in results)
+    return ids, log_probs
+
+
+def _grouped(call: Call) -> Call:
+    """Return a call with the name of its process group."""
+    if call.shards is None:
+        return call
+    from xent.backends.torch.shards.ranges import group_of
+
+    return replaced(call, shards=replaced(call.shards, group=group_of(call.shards.group).group_name))
 
 
 def _symbolic(call: Call) -> Options:

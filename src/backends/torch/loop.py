@@ -37,6 +37,7 @@ from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Schedule, S
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
+from xent.backends.torch.ranks import Ranks
 from xent.backends.torch.shards.checks import mark_uncomputed
 from xent.backends.torch.sources import Computed, Logits, Stored, at_once, in_one_part
 from xent.core.call import Call, Dense, Given, Probabilities, TopK
@@ -52,8 +53,11 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     `reuse`: whether the gradient overwrites given logits.
     """
     setting, asked = plan.setting(call), plan.asked
-    steps, gradients, saved = _run(setting, plan, reuse)
+    ranks = Ranks(setting) if "rank" in plan.names else None
+    steps, gradients, saved = _run(setting, plan, reuse, None, ranks)
     results = steps.results()
+    if ranks is not None:
+        results[plan.names.index("rank")] = ranks.result()
     if setting.made_first:
         results += [gradient for gradient in compress(gradients, asked.leaves) if gradient is not None]
         if asked.scale:
@@ -95,7 +99,7 @@ def backward(
 
 
 def _run(
-    setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None
+    setting: Setting, plan: Plan, reuse: bool, saved: Tensor | None = None, ranks: Ranks | None = None
 ) -> tuple[Steps, list[Tensor | None], Tensor | None]:
     """Compute all rows with the steps of a backend: a forward pass, or a backward pass from the `saved` sums.
 
@@ -108,6 +112,8 @@ def _run(
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
         if call.shards is not None:
             mark_uncomputed(saved, setting.columns.index("range"), setting.vocabulary)
+    if ranks is not None and isinstance(call.source, Given):
+        ranks.add(Part(0, setting.count), call.source.logits[..., : setting.width])
     again = not forward and steps.saves
     if steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, (Dense, TopK))):
         if given:
@@ -121,6 +127,8 @@ def _run(
     waiting: tuple[Loaded, Any] | None = None
     for part in schedule:
         loaded = source.load(part)
+        if ranks is not None and not given:
+            ranks.add(part, next(source.blocks(loaded)).logits)
         if fused:
             for block in source.blocks(loaded):
                 steps.whole_rows(block, part, saved)

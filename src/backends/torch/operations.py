@@ -23,6 +23,7 @@ from xent.backends.torch.plan import Plan, asked_for, asked_of, compute_of, leav
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.signature import slot_of
+from xent.backends.torch.top_k import top_k
 from xent.core.call import Call, Dense, Given, TopK, array_of
 from xent.core.signature import binder
 
@@ -76,7 +77,7 @@ def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensor
     acc, count = wide(compute), math.prod(rows_of(call))  # symbolic sizes stay symbolic
     made = []
     for name in ("loss", *options.stats):
-        dtype = torch.int64 if name in ("count", "predictions") else acc
+        dtype = torch.int64 if name in ("count", "predictions", "rank") else acc
         made.append(torch.empty((count,) if is_per_row(name, options) else (), dtype=dtype, device=device))
     if not any(asked):
         return made
@@ -119,6 +120,18 @@ def _backward(
     return [cast(one, getattr(leaf, "dtype", one.dtype)) for one, leaf in pairs if one is not None]
 
 
+def _top_k(form: str, kernel: str, tensors: list[Tensor]) -> list[Tensor]:
+    call = parse(form, tensors)
+    ids_and_log_probs: list[Tensor] = undisturbed(array_of(call).device, top_k, call, kernel)
+    return ids_and_log_probs
+
+
+def _fake_top_k(form: str, kernel: str, tensors: list[Tensor]) -> list[Tensor]:
+    call: Any = parse(form, tensors)
+    shape, like = (math.prod(rows_of(call)), call.target.k), array_of(call)
+    return [like.new_empty(shape, dtype=dtype) for dtype in (torch.int64, wide(compute_of(call.source)))]
+
+
 def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
     """Raise for a second derivative: at once, or when a graph that contains this operation runs.
 
@@ -129,6 +142,7 @@ def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
 
 for _name in ("forward", "compute"):
     _operation(f"{_name}({_CALL}) -> Tensor[]", _forward, _fake_forward)
+_operation("top_k(str form, str kernel, Tensor[] tensors) -> Tensor[]", _top_k, _fake_top_k)
 _operation(
     f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
     _backward,

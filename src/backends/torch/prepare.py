@@ -114,7 +114,7 @@ def is_per_row(name: str, options: Options) -> bool:
     """Return whether a result is one per row: the loss, or a statistic."""
     if name in ("loss", "z_loss"):
         return options.reduction == "none"
-    return name in ROW_STATS or (name == "accuracy" and options.accuracy_of_rows)
+    return name in ROW_STATS or (name in ("accuracy", "rank") and options.accuracy_of_rows)
 
 
 def is_prepared(call: Call) -> bool:

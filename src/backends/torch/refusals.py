@@ -8,7 +8,19 @@ from torch.autograd import forward_ad
 
 from xent.backends.torch import private
 from xent.core import validate
-from xent.core.call import Allowed, ArraySlot, Call, Classes, Dense, Given, Probabilities, Product, TopK, fields_of
+from xent.core.call import (
+    Allowed,
+    ArraySlot,
+    Call,
+    Classes,
+    Dense,
+    Given,
+    Largest,
+    Probabilities,
+    Product,
+    TopK,
+    fields_of,
+)
 
 __all__ = [
     "NO_BATCH",
@@ -64,6 +76,7 @@ _ALLOWED = ("logits", "input", "linear_weight", "linear_bias", "teacher.weight",
 def named(call: Call, kind: Any = Tensor) -> dict[str, Any]:
     """Return the tensors of a call, or what is of another `kind`, by the caller's names of them."""
     source, target, activation, options, _ = call
+    assert not isinstance(target, Largest)
     found = {"logits": source.logits} if isinstance(source, Given) else _of_product(source, "", "linear_")
     if isinstance(target, Dense):
         teacher = target.source

@@ -123,7 +123,7 @@ class Computed(Stored):
         self._dtype = compute if rounds else wide(compute)
         self._overlays = divides and self._steps.overlays and self._dtype != compute
         self.tiles = self._steps.tiles and not self.wanted and shards is None and isinstance(target, Classes)
-        self.tiles = self.tiles and self._classifier.quantized is None
+        self.tiles = self.tiles and self._classifier.quantized is None and "rank" not in setting.call.options.stats
         self.skips = not self.tiles
         self._rooms: dict[Any, Tensor] = {}
         self._turn = 0

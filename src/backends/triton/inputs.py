@@ -65,7 +65,7 @@ class Decisions:
         self.columns = Columns(**{name: place for place, name in enumerate(plan.columns) if name in Columns._fields})
         """The columns of packed sums."""
         self.counts = "count" in stats or "accuracy" in stats
-        names = () if upstream is not None else [name for name in ("loss", *stats) if name != "count"]
+        names = () if upstream is not None else [name for name in ("loss", *stats) if name not in ("count", "rank")]
         self.recorded = [(name, torch.int64 if name == "predictions" else torch.float32) for name in names]
         """The results of rows that kernels of a forward pass record, with their dtypes."""
         changed = self.way.capped or self.way.scaled or self.way.z_loss or differs(options.label_smoothing, 0)

@@ -264,7 +264,7 @@ class TritonSteps:
         options, reduced = inputs.options, inputs.options.reduction != "none"
         results = [recorded.loss.sum() if reduced else recorded.loss]
         for name in options.stats:
-            result: Any = inputs.counted if name == "count" else getattr(recorded, name)
+            result: Any = inputs.counted if name == "count" else getattr(recorded, name, None)
             if name == "z_loss" and reduced:
                 result = result.sum()
             elif name == "accuracy" and not options.accuracy_of_rows:

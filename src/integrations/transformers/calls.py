@@ -240,6 +240,11 @@ def _by_rows(function: Any, logits: Any, dim: Any = None, *args: Any, **kwargs: 
     return tree_map(lambda *each: recipe.hooked(torch.cat(each).reshape((*shape, *each[0].shape[1:]))), *results)
 
 
+def _top_k(function: Any, logits: Any, k: int, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
+    """Return `function`, a topk, over the classes, as `_by_rows` does."""
+    return _by_rows(lambda x, dim, *rest, **more: function(x, k, dim, *rest, **more), logits, dim, *args, **kwargs)
+
+
 def _split(function: Any, logits: Any, size: Any, dim: Any = 0) -> Any:
     """Record a split of the first axis into parts of one size."""
     known = is_open(logits) and type(size) is int and size > 0 and dim == 0
@@ -367,6 +372,7 @@ KNOWN.update(dict.fromkeys([*_GETTERS, *_functions(_METHODS)], unhandled))
 KNOWN.update(
     {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
     | dict.fromkeys([row_entropy, *_SOFTMAX, *_functions("argmax max logsumexp")], _by_rows)
+    | dict.fromkeys(_functions("topk"), _top_k)
     | dict.fromkeys(_functions("split"), _split)
     | {F.cross_entropy: _cross_entropy, Tensor.detach: _detach, Tensor.register_hook: _register_hook}
     | {cast(Any, Tensor._base).__get__: _base}

@@ -40,6 +40,7 @@ __all__ = [
     "index_of",
     "masked",
     "options_of_float16",
+    "ordered",
     "probabilities",
     "some",
     "times",
@@ -310,6 +311,13 @@ def impossible(teacher: TopK, setting: Setting, ignored: Tensor) -> Tensor:
     return found
 
 
+def ordered(z: Tensor, scale: Any) -> Tensor:
+    """Return raw logits in the order of scale * z."""
+    if isinstance(scale, Tensor) or scale <= 0:
+        return times(torch.as_tensor(scale, device=z.device).sign(), z)
+    return z
+
+
 def times(weights: Any, values: Tensor) -> Tensor:
     """Return weights * values, and 0 where the weight is 0, even if the value is infinite."""
     if isinstance(weights, Tensor):
@@ -425,6 +433,20 @@ class LogitRows:
         if g is not grad:
             grad.copy_(g)
 
+    def of_target(self) -> Tensor:
+        """Return the target's logit (R,) in the order of x; -inf outside of the support, 0 for another rank's."""
+        return masked(self._order.gather(1, self._place)[:, 0], self._elsewhere, 0)
+
+    def count_above(self, of_target: Tensor) -> Tensor:
+        """Return the number (R,) of logits that are larger than that of the target; NaN is the largest number."""
+        above = ~(self._order <= of_target[:, None])
+        return above.sum(-1).masked_fill(of_target.isnan(), 0)
+
+    @property
+    def _order(self) -> Tensor:
+        """The logits (R, C) in the order of x, -inf outside of the support."""
+        return masked(ordered(self._z, self._facts.activation.logit_scale), self._outside, -torch.inf)
+
     def _exponentiate(self, keeps: bool, peak: Tensor | None = None) -> Tensor:
         """Set e, its factor and the slope, and return the peak, by default a large x; `keeps`: also set x - peak."""
         x, facts, exact, outside = self._z, self._facts, self._exact, self._outside
@@ -477,11 +499,7 @@ class LogitRows:
 
         NaN is the largest number. Without a logit above -inf in its support, the prediction of a row is class 0.
         """
-        if isinstance(scale, Tensor) or scale <= 0:
-            values = times(torch.as_tensor(scale, device=values.device).sign(), values)
-        if self._outside is not None:
-            values = values.masked_fill(self._outside, -torch.inf)
-        key, place = values.max(-1)
+        key, place = masked(ordered(values, scale), self._outside, -torch.inf).max(-1)
         return key.to(self._facts.dtype), place + self._facts.setting.first
 
     def _put(self, values: Tensor, other: Tensor | float) -> None:

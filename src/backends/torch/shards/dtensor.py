@@ -178,7 +178,7 @@ class _Cut:
                     "a mean over rows in shards needs normalizer=, the number of tokens on all ranks; or take "
                     'reduction "sum"'
                 )
-            if "accuracy" in own["stats"] and "reduction" in own:
+            if "reduction" in own and "accuracy" in own["stats"]:
                 raise ValueError("accuracy is a mean over rows, which are in shards: count hits among the predictions")
         return own
 
