@@ -46,7 +46,7 @@ from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
     "CONSTANTS",
-    "MAXIMA",
+    "LARGEST",
     "SCALES",
     "STEPS",
     "Block",
@@ -356,9 +356,10 @@ CONSTANTS: dict[str, Callable[[Any, tuple[bool, ...] | None], Any]] = {}
 """Backend -> its function (plan, which upstream gradients there are; None in a forward pass) that decides, once for a
 plan, what does not depend on values. A backend without one decides nothing."""
 
-MAXIMA: dict[str, Callable[[Tensor, Activation], tuple[Tensor, Tensor]]] = {}
-"""Backend -> its function (logits (R, C), activation with a scale >= 0) that returns the maxima of blocks of classes,
-and log sum_c exp(x_c - max x) of each row, 0 for a sum of 0: see `xent.backends.torch.top_k`."""
+LARGEST: dict[str, Callable[[Tensor, int, Activation], tuple[Tensor, Tensor]]] = {}
+"""Backend -> its function (logits (R, C), K, activation with a scale >= 0) that returns the places (R, K) of the K
+largest logits, the largest first, the first among equals; and log sum_c exp(x_c - max x) of each row, 0 for a sum of
+0: see `xent.backends.torch.top_k`."""
 
 SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
 """Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""

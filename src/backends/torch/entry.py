@@ -50,7 +50,7 @@ def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
 
 
 def run_top_k(call: Call, kernel: str) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities (..., K), without gradient, with the maxima of that backend."""
+    """Return ids and log-probabilities (..., K), without gradient, with the kernels of that backend."""
     call = _grouped(classes_last(typed(folded(call))))
     source: Any = call.source
     if isinstance(source, Product) and isinstance(source.weight, QuantizedRows):

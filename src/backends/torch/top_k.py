@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xent.backends.torch.contract import MAXIMA, Part, Setting, wide
+from xent.backends.torch.contract import LARGEST, Part, Setting, wide
 from xent.backends.torch.memory import block_rows
 from xent.backends.torch.plan import compute_of
 from xent.backends.torch.portable.rows import activate, ordered
@@ -26,15 +26,15 @@ from xent.core.call import Activation, Call, Given, Largest, array_of, vocabular
 from xent.core.chunks import rows_per_chunk
 from xent.core.validate import check_int
 
-__all__ = ["BLOCK", "top_k"]
+__all__ = ["BLOCK", "largest", "top_k"]
 
-BLOCK = 16
+BLOCK = 32
 """The classes of a block."""
 _WORKSPACE = 512 * 2**20  # bytes, on accelerators
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
-    """Return ids and log-probabilities (N, K) of an aligned call, with the maxima of that backend."""
+    """Return ids and log-probabilities (N, K) of an aligned call, with the kernels of that backend."""
     count, device, acc = prod(rows_of(call)), array_of(call).device, wide(compute_of(call.source))
     if call.shards is not None:  # ranks with another k would send tensors of another size
         call = call._replace(shards=call.shards._replace(exchanges=True))
@@ -57,8 +57,8 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
     for start in range(0, count if width else 0, step):
         rows = slice(start, min(start + step, count))
         z = ordered(logits.block(Part(start, rows.stop), 0, rows.stop - start)[:, :width], scale)
-        maxima, log_sum[rows] = MAXIMA.get(kernel, _summed)(z, activation)
-        ids[rows] = places = _largest(z, top.shape[1], maxima)
+        places, log_sum[rows] = LARGEST.get(kernel, _largest)(z, top.shape[1], activation)
+        ids[rows] = places
         top[rows] = z.gather(1, places)
     ids += first
     if shards is not None:
@@ -67,16 +67,16 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
     return [ids, torch.where(top == -torch.inf, top, top - top[:, :1]) - log_sum[:, None]]
 
 
-def _summed(z: Tensor, activation: Activation) -> tuple[None, Tensor]:
-    """Return no maxima of blocks, and log sum_c exp(x_c - x_0) of rows (R, C), 0 for a sum of 0."""
+def _largest(z: Tensor, k: int, activation: Activation) -> tuple[Tensor, Tensor]:
+    """See `xent.backends.torch.contract.LARGEST`."""
     x = z.to(wide(z.dtype), copy=True)
     activate(x, activation)
     peak = x.amax(-1, keepdim=True)
     total = x.sub_(peak.masked_fill(peak == -torch.inf, 0)).exp_().sum(-1)
-    return None, total.masked_fill_(total == 0, 1).log_()
+    return largest(z, k), total.masked_fill_(total == 0, 1).log_()
 
 
-def _largest(z: Tensor, k: int, maxima: Tensor | None = None) -> Tensor:
+def largest(z: Tensor, k: int, maxima: Tensor | None = None) -> Tensor:
     """Return the places (R, k) of the k largest logits (R, C), the largest first, the first among equals.
 
     `maxima`: those of blocks, or None.
@@ -89,7 +89,7 @@ def _largest(z: Tensor, k: int, maxima: Tensor | None = None) -> Tensor:
         maxima = z[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)
         if whole < count:
             maxima = torch.cat((maxima, z[:, whole:].amax(-1, keepdim=True)), 1)
-    blocks = _largest(maxima, k).sort(-1).values
+    blocks = largest(maxima, k).sort(-1).values
     places = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(1)
     candidates = z.gather(1, places.clamp(max=count - 1)).masked_fill_(places >= count, -torch.inf)
     return places.gather(1, candidates.sort(dim=-1, descending=True, stable=True).indices[:, :k])

@@ -4,7 +4,7 @@
   one. `targets` launches the kernels of supports and divergences.
 - `launches` has the argument groups of all kernels and launches these, `inputs` fills them, `geometry` chooses sizes.
 - `kernels` has the kernels, and the device functions that they share.
-- `maxima` launches the kernel of the most probable classes.
+- `largest` launches the kernels of the most probable classes.
 - `hopper` contains two matrix products for Hopper GPUs.
 """
 
@@ -66,7 +66,7 @@ class TritonBackend(TorchBackend):
 
     def load(self) -> None:
         """Import the modules that register the steps of this backend."""
-        from xent.backends.triton import maxima, steps  # noqa: F401
+        from xent.backends.triton import largest, steps  # noqa: F401
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""
