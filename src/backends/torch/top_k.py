@@ -31,6 +31,7 @@ __all__ = ["BLOCK", "largest", "top_k"]
 BLOCK = 32
 """The classes of a block."""
 _WORKSPACE = 512 * 2**20  # bytes, on accelerators
+_PARTS_OF_KERNELS = 8  # a chunk of given logits for kernels, which convert nothing, has as many blocks
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
@@ -47,20 +48,23 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
     setting = Setting(call, count, size, first, width, compute_of(source), (), device, False, (), None)
     logits, scale = Logits(source, setting), activation.logit_scale
     activation = activation._replace(logit_scale=abs(scale))
+    selects = LARGEST.get(kernel, _largest)
     if isinstance(source, Given):
-        step = block_rows(source.logits, source.logits.dtype)
+        step = block_rows(source.logits, source.logits.dtype) * (1 if selects is _largest else _PARTS_OF_KERNELS)
     else:
         workspace = source.workspace or (None if device.type == "cpu" else _WORKSPACE)
         step = rows_per_chunk(count, max(width, 1), acc.itemsize, workspace, device.type)
     top = torch.empty(count, min(k, width), dtype=acc, device=device)
-    ids, log_sum = torch.empty_like(top, dtype=torch.int64), top.new_full((count,), -torch.inf)
+    ids, sums = torch.empty_like(top, dtype=torch.int64), list[Tensor]()
     for start in range(0, count if width else 0, step):
         rows = slice(start, min(start + step, count))
         z = ordered(logits.block(Part(start, rows.stop), 0, rows.stop - start)[:, :width], scale)
-        places, log_sum[rows] = LARGEST.get(kernel, _largest)(z, top.shape[1], activation)
-        ids[rows] = places
-        top[rows] = z.gather(1, places)
-    ids += first
+        places, of_rows = selects(z, top.shape[1], activation)
+        ids[rows], top[rows] = places, z.gather(1, places)
+        sums.append(of_rows)
+    top, order = top.sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order) + first
+    log_sum = _log_sum(torch.cat(sums)) if sums else top.new_full((count,), -torch.inf)
     if shards is not None:
         top, ids, log_sum = _of_all_ranks(top, ids, log_sum, k, activation, shards)
     activate(top, activation)
@@ -72,8 +76,16 @@ def _largest(z: Tensor, k: int, activation: Activation) -> tuple[Tensor, Tensor]
     x = z.to(wide(z.dtype), copy=True)
     activate(x, activation)
     peak = x.amax(-1, keepdim=True)
-    total = x.sub_(peak.masked_fill(peak == -torch.inf, 0)).exp_().sum(-1)
-    return largest(z, k), total.masked_fill_(total == 0, 1).log_()
+    peak = peak.masked_fill(peak == -torch.inf, 0)
+    return largest(z, k), torch.stack((peak, x.sub_(peak).exp_().sum(-1, keepdim=True)), -1)
+
+
+def _log_sum(sums: Tensor) -> Tensor:
+    """Return log sum_c exp(x_c - max x) of each row, 0 for a sum of 0, from the sums (R, P, 2) of parts."""
+    peaks, totals = sums.unbind(-1)
+    peak = peaks.masked_fill(totals == 0, -torch.inf).amax(-1, keepdim=True)
+    total = torch.where(totals == 0, 0, totals * (peaks - peak).exp()).sum(-1)
+    return total.masked_fill_(total == 0, 1).log_()
 
 
 def largest(z: Tensor, k: int, maxima: Tensor | None = None) -> Tensor:

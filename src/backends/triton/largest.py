@@ -1,8 +1,7 @@
 """The k largest logits of rows, by two kernels: the maxima of blocks of classes in one read, then a selection.
 
 Among the block maxima, and then among the logits of the k blocks that have the largest ones, a program finds the k-th
-largest number of its row bit by bit. It sorts nothing and needs no memory for candidates. Their order takes one sort of
-k logits.
+largest number of its row bit by bit. It sorts nothing, and needs no memory for candidates.
 """
 
 import torch
@@ -23,16 +22,14 @@ _MOST = 16384  # numbers of a row that a program selects from, in registers
 
 def largest(z: Tensor, k: int, activation: Activation) -> tuple[Tensor, Tensor]:
     """See `xent.backends.torch.contract.LARGEST`. With many classes or a large k, PyTorch sorts the maxima."""
-    maxima, log_sum = _maxima(z, activation)
+    maxima, sums = _maxima(z, activation)
     if z.shape[1] <= k * BLOCK or max(maxima.shape[1], k * BLOCK) > _MOST:
-        return sorted_largest(z, k, maxima), log_sum
-    places = _selected(z, k, _selected(maxima, k)).to(torch.int64)
-    order = z.gather(1, places).sort(dim=-1, descending=True, stable=True).indices
-    return places.gather(1, order), log_sum
+        return sorted_largest(z, k, maxima), sums
+    return _selected(z, k, _selected(maxima, k)), sums
 
 
 def _maxima(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the maxima of blocks, and log sum_c exp(x_c - max x) of each row, 0 for a sum of 0."""
+    """Return the maxima of blocks, and the sums of parts."""
     (rows, classes), cap = z.shape, activation.softcap
     parts = cdiv(classes, BLOCK * _BLOCKS)
     of_blocks = z.new_empty(rows, cdiv(classes, BLOCK))
@@ -42,23 +39,20 @@ def _maxima(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     constants = {"BLOCK": BLOCK, "BLOCKS": _BLOCKS, "CAPPED": cap is not None, "ALIGNED": aligned}
     arguments = z, z.stride(0), classes, parts, of_blocks, sums, *numbers
     launch(maxima_kernel, rows * parts, arguments, constants, num_warps=4)
-    peaks, totals = sums.unbind(-1)
-    peak = peaks.masked_fill(totals == 0, -torch.inf).amax(-1, keepdim=True)
-    total = torch.where(totals == 0, 0, totals * (peaks - peak).exp()).sum(-1)
-    return of_blocks, total.masked_fill_(total == 0, 1).log_()
+    return of_blocks, sums
 
 
 def _selected(values: Tensor, k: int, blocks: Tensor | None = None) -> Tensor:
-    """Return the places (R, k) int32, in ascending order, of the k largest values (R, M), the first among equals.
+    """Return the places (R, k), in ascending order, of the k largest values (R, M), the first among equals.
 
     `blocks` (R, k): only values in these blocks are looked at.
     """
     (rows, count), width = values.shape, 1 if blocks is None else BLOCK
-    places = torch.empty(rows, k, dtype=torch.int32, device=values.device)
+    places = torch.empty(rows, k, dtype=torch.int64, device=values.device)
     size = next_power_of_2(count if blocks is None else k * BLOCK)
     constants = {"SIZE": size, "WIDTH": width, "BITS": 16 if values.dtype == torch.bfloat16 else 32}
     arguments = values, values.stride(0), count, k, blocks, places
-    launch(select_largest_kernel, rows, arguments, constants, num_warps=max(min(size // 512, 16), 1))
+    launch(select_largest_kernel, rows, arguments, constants, num_warps=max(size // 2048, 2))
     return places
 
 

@@ -60,8 +60,8 @@ def select_largest_kernel(
     row_stride: "i64",
     count: "i32",  # M
     k: "i32",
-    blocks,  # (R, k) int32: the blocks of WIDTH values to look at; None for all
-    places,  # (R, k) int32: written in ascending order
+    blocks,  # (R, k) int64: the blocks of WIDTH values to look at; None for all
+    places,  # (R, k) int64: written in ascending order
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
