@@ -71,7 +71,7 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
                 failed.append(f"{case}: {type(error).__name__}: {error}")
         if hasattr(instructions, "warpgroup_mma"):  # not in Triton 3.4, which cannot compile the products
             _call_hopper()
-            with patch.object(products, "off", lambda device: None):  # the kernel that joins the products' sums
+            with patch.object(products, "off", lambda *_: None):  # the kernel that joins the products' sums
                 _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
         with _alone() as group:
             for case in IN_SHARDS:

@@ -3,8 +3,9 @@
 It serves target classes without label smoothing, without bias, temperatures per row, and options that are tensors.
 
 Gluon, Triton's lower-level language, is not stable. The kernel is on where it compiles and agrees with PyTorch in a
-small loss, which is computed once per process, before the first call that the kernel serves. This never happens while a
-CUDA graph is captured: if nothing ran before, the kernel stays off, so that the results of a process do not change.
+small loss, which is computed once per process and variant, before the first call that the variant serves. This never
+happens while a CUDA graph is captured: if nothing ran before, the variant stays off, so that the results of a process
+do not change.
 """
 
 import os
@@ -36,8 +37,9 @@ _LARGEST_SOFTCAP = 256  # the kernel computes k tanh(v / k) with an error of abo
 _SUMS_BYTES = 32 * 2**20  # bytes of the sums of all chunks in a launch
 _JOINED = 32  # rows of a program of `join_kernel`
 _HOPPER = 9
-_SCALE, _CAP = 0.7, 4.0  # of the probe
-_result: list[str | None] = []  # the reason why the kernel is off, None if it is on; empty before the probe
+Variant = tuple[bool, bool, bool]
+"""Whether there is a logit scale, a softcap, and an entropy: each variant is another kernel."""
+_reasons: dict[Variant, str | None] = {}  # why a variant is off, None if it is on; empty before its probe
 
 
 def product(
@@ -95,7 +97,9 @@ def _serves(inputs: Any, source: Classifier) -> bool:
         return False
     # Hidden states may be copied to contiguous memory. Then their rows are D elements apart.
     fits = len(weight) >= _CLASSES and _can_be_copied(weight) and weight.shape[1] * weight.itemsize % 16 == 0
-    return fits and off(weight.device) is None
+    way, in_forward = inputs.way, inputs.setting.upstream is None
+    variant = way.scaled, way.capped, inputs.columns.mixed >= 0 if in_forward else way.of_entropy
+    return fits and off(weight.device, variant) is None
 
 
 def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -> bool:
@@ -151,62 +155,65 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
-def off(device: torch.device) -> str | None:
-    """Return the reason why the kernel is not used on a device; None if it is."""
+def off(device: torch.device, variant: Variant = (False, False, False)) -> str | None:
+    """Return the reason why a variant of the kernel is not used on a device; None if it is."""
     if device.type != "cuda" or DEVICES != ("cuda",):
         return "no GPU"
     if not _is_hopper(device):
         return "the GPU is no Hopper"
-    if not _result:
-        if os.environ.get("XENT_PORTABLE") == "1":
-            _result.append("XENT_PORTABLE=1")
-        elif torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            _result.append("the first call of the process was captured in a CUDA graph")
+    if os.environ.get("XENT_PORTABLE") == "1":
+        return "XENT_PORTABLE=1"
+    if variant not in _reasons:
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            _reasons[variant] = "the first call of the process was captured in a CUDA graph"
         else:
-            _result.append(None)  # on in the probe
+            _reasons[variant] = None  # on in the probe
             try:
-                _result[0] = _probe(device)
+                _reasons[variant] = _probe(device, *variant)
             except Exception as error:  # Triton raises many kinds
-                _result[0] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return _result[0]
+                _reasons[variant] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return _reasons[variant]
 
 
-def _probe(device: torch.device) -> str | None:
+def _probe(device: torch.device, scaled: bool, capped: bool, with_entropy: bool) -> str | None:
     """Return None if a loss, its entropy and their gradient, from the products, are those of PyTorch's operations."""
     numbers = torch.arange(603 * 136, device=device, dtype=torch.float32)
     weight = numbers.sin().view(603, 136).bfloat16()  # partial tiles
     hidden = (0.3 * numbers).cos().view(603, 136)[:200].bfloat16()
     ids = torch.arange(200, device=device) * 3
     ids[-1] = -100
-    tensors, counts = [hidden, weight, ids], (ids >= 0).float()
+    tensors, counts, part = [hidden, weight, ids], (ids >= 0).float(), Part(0, 200)
     slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
-    source = Product(slots[0], slots[1], None, None, "bfloat16")
-    form = Call(source, Classes(slots[2]), Activation(_SCALE, _CAP), Options("none", stats=("entropy",)))
-    plan, call, part = (
-        Plan(form, Asked((True, False, False), False, False), "triton", False),
-        binder(form)(tensors),
-        Part(0, 200),
-    )
-    ones = torch.ones_like(counts)  # the targets' gradients get a size similar to those of other classes
+    scale, cap = 0.7 if scaled else 1.0, 4.0 if capped else None
+    options = Options("none", stats=("entropy",) if with_entropy else ())
+    form = Call(Product(slots[0], slots[1], None, None, "bfloat16"), Classes(slots[2]), Activation(scale, cap), options)
+    plan, call = Plan(form, Asked((True, False, False), False, False), "triton", skips=False), binder(form)(tensors)
     sums = torch.empty(len(plan.columns), 200, device=device)
-    saved = torch.empty_like(sums)
+    saved, of_loss = torch.empty_like(sums), torch.full_like(counts, 1 / 16)
+    of_entropy = torch.ones_like(counts) if with_entropy else None
     forward = plan.setting(call)
     steps, classifier = STEPS["triton"](forward), Classifier(call.source, forward.width, forward.needs)
     runs = steps.fold_product(classifier, steps.select(classifier, part), sums)
     steps.finish(sums.unsqueeze(0), part, False, saved)
     results = steps.results()
-    steps = STEPS["triton"](plan.setting(call, Upstream(ones / 16, None, None, ones)))
+    steps = STEPS["triton"](plan.setting(call, Upstream(of_loss, None, None, of_entropy)))
     grad = torch.empty(200, classifier.columns, dtype=torch.bfloat16, device=device)
     coefficients = steps.finish(saved.unsqueeze(0), part, True, None)
     runs = runs and steps.gradient_product(classifier, steps.select(classifier, part), coefficients, grad)
-    tanh = (_SCALE / _CAP * (hidden.float() @ weight.float().t())).tanh()
-    log_p = torch.log_softmax(_CAP * tanh, -1)
+    x, slope = scale * (hidden.float() @ weight.float().t()), torch.full((), scale, device=device)
+    if cap is not None:
+        x = cap * (x / cap).tanh()
+        slope = scale * (1 - (x / cap).square())
+    log_p = torch.log_softmax(x, -1)
     p, target = log_p.exp(), torch.nn.functional.one_hot(ids.clamp(min=0), 603)
     entropy = -(p * log_p).sum(-1)
-    of_x = (p - target) / 16 - p * (log_p + entropy[:, None])
-    expected = -(log_p * target).sum(-1), entropy, of_x * (_SCALE * (1 - tanh.square()))
-    for got, right, close in zip((*results, grad[:, :603]), expected, (1e-4, 1e-4, 1e-2), strict=True):
-        right = right * (counts if right.dim() == 1 else counts[:, None])
-        if not (runs and bool(((got - right).abs() <= close * right.abs().max()).all())):
-            return "its results differ from PyTorch's"
-    return None
+    of_x = (p - target) / 16
+    if with_entropy:
+        of_x = of_x - p * (log_p + entropy[:, None])
+    expected = [-(log_p * target).sum(-1), *([entropy] if with_entropy else [])]
+    pairs = [(result, right * counts, 1e-4) for result, right in zip(results, expected, strict=True)]
+    of_z = of_x * slope * counts[:, None]
+    for some in (target, 1 - target):  # gradients of targets are much larger than those of other classes
+        pairs.append((grad[:, :603] * some, of_z * some, 1e-2))
+    agree = all(bool(((got - right).abs() <= close * right.abs().max()).all()) for got, right, close in pairs)
+    return None if runs and agree else "its results differ from PyTorch's"
