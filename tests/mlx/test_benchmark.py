@@ -24,16 +24,6 @@ def test_quick_run_writes_a_line_for_each_contender(tmp_path: Path, capsys: pyte
     assert "xent, compiled" in capsys.readouterr().out
 
 
-def test_memory_limit_is_set_during_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    right = mx.set_memory_limit
-    monkeypatch.setattr(mx, "set_memory_limit", lambda limit: seen.append(limit) or right(limit))
-    before = right(2**40)
-    right(before)
-    main(["--quick", "--repeats", "1", "--limit", "1"])
-    assert [limit == before for limit in seen] == [False, True] * (len(seen) // 2)
-
-
 def test_wrong_gradient_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = xent.linear_cross_entropy
 
