@@ -212,13 +212,6 @@ def test_rows_without_a_target_do_not_contribute(target: Target, function: str) 
     assert float(gradients(loss(scale, spoilt, *rest, target=nothing), (scale,))[0]) == 0
 
 
-def test_meta_tensors_have_a_scale(target: Target) -> None:
-    call, _, sources = calls_of(target, case_of("linear_cross_entropy"))
-    scale, *sources = asking(*(one.to("meta") for one in (torch.tensor(SCALE), *sources)))
-    (gradient,) = torch.autograd.grad(call(scale, *sources, target=torch.arange(6, device="meta")), scale)
-    assert (gradient.device.type, gradient.shape) == ("meta", ())
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_errors_name_the_option(target: Target, function: str) -> None:
     call, _, sources = calls_of(target, case_of(function))
@@ -247,15 +240,6 @@ def test_errors_name_the_option(target: Target, function: str) -> None:
                 run(**{option: torch.tensor(float("nan"))})
 
 
-@pytest.mark.parametrize("option", ["z_loss", "label_smoothing"])
-def test_values_of_other_options_are_checked_where_they_can_be(option: str) -> None:
-    z, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=f"{option} must be"):
-        xent.cross_entropy(z, y, **{option: torch.tensor(-1.0)})
-    with pytest.raises(ValueError, match=f"{option} requires a gradient, which xent does not compute"):
-        xent.cross_entropy(z, y, **{option: torch.tensor(0.1, requires_grad=True)})
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_inplace_with_a_trained_scale_is_an_error(target: Target, reduction: str) -> None:
     call, _, sources = calls_of(target, case_of("cross_entropy", reduction=reduction))
@@ -265,12 +249,6 @@ def test_inplace_with_a_trained_scale_is_an_error(target: Target, reduction: str
     losses = call(SCALE, logits), call(scale.detach(), logits * 1, inplace=True)
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*(gradients(loss, (logits,)) for loss in losses))
-
-
-def test_divergences_accept_numbers_only(target: Target) -> None:
-    (logits,) = calls_of(target, case_of("cross_entropy"))[2]
-    with pytest.raises(TypeError, match="logit_scale must be a number"):
-        xent.divergence(logits, logits, logit_scale=torch.tensor(1.0), backend=target.name)
 
 
 @pytest.fixture
