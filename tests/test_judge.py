@@ -12,9 +12,8 @@ import xent
 from tests.cases import FUNCTIONS, LOG_PROBS, covering_cases, paired_cases
 from tests.options import option_cases
 from tests.targets import Target
-from xent.command.check import judge
 from xent.command.check.case import Case
-from xent.command.check.judge import Comparison, compare, judge_case, results_of_case, typical_of
+from xent.command.check.judge import Comparison, compare, results_of_case, typical_of
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,
@@ -97,33 +96,6 @@ def test_error_beyond_the_rounding_of_the_dtype_fails(output: str, dtype: str, e
     case, truth = Case("cross_entropy", (2,), 3, dtype, ""), np.ones((2, 3))
     assert compare(output, truth, truth, truth, case).passed
     assert not compare(output, truth * (1 + error), truth, truth, case).passed
-
-
-@pytest.mark.parametrize(
-    ("errors", "bounds", "draws", "passes"),
-    [
-        ([1.0] * 8, [2.0] * 8, 1, True),
-        ([3.0] * 8, [2.0, *[4.0] * 7], 8, True),  # the bound's rows have small errors by chance
-        ([3.0] * 8, [2.0] * 8, 8, False),
-        ([3.0, *[5.0] * 7], [2.0, *[4.0] * 7], 8, False),
-        ([np.nan, *[1.0] * 7], [2.0] * 8, 8, False),
-    ],
-)
-def test_several_draws_decide_if_one_fails(
-    errors: list[float], bounds: list[float], draws: int, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeds = []
-
-    def results_of(backend: Any, harness: Any, case: Any, seed: int) -> Any:
-        seeds.append(seed)
-        return {"logits": seed}, {"logits": None}, {"logits": None}, {}
-
-    monkeypatch.setattr(judge, "results_of_case", results_of)
-    monkeypatch.setattr(judge, "compare", lambda name, made, seed, *_: Comparison(name, errors[seed], bounds[seed]))
-    nobody = None
-    (comparison,) = judge_case(nobody, nobody, Case("cross_entropy", (2,), 3, "float32", ""))
-    assert comparison.passed == passes
-    assert seeds == list(range(draws))
 
 
 def test_wrong_shape_fails_even_if_it_broadcasts() -> None:

@@ -52,40 +52,6 @@ def test_frozen_by_stop_gradient(target: Target, reduction: str) -> None:
     assert not found[1].any()
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(V, D)
-        self.mix = nn.Linear(D, D)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        return mx.tanh(self.mix(self.embed(tokens)))
-
-
-@pytest.mark.parametrize("frozen", [None, "embed", "mix"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_value_and_grad_of_a_module_with_tied_weights(target: Target, frozen: str | None, compiled: bool) -> None:
-    model, tokens = Tied(), mx.array([[1, 2, 3, 4], [5, 6, 7, 22]])
-    if frozen:
-        model[frozen].freeze()
-
-    def ours(tokens: mx.array) -> mx.array:
-        return xent.linear_cross_entropy(
-            model(tokens), model.embed.weight, tokens, shift=1, workspace=CHUNK, backend=target.name
-        )
-
-    def plain(tokens: mx.array) -> mx.array:
-        return nn.losses.cross_entropy(model.embed.as_linear(model(tokens))[:, :-1], tokens[:, 1:]).mean()
-
-    step = nn.value_and_grad(model, ours)
-    value, found = (mx.compile(step, inputs=model.state, outputs=model.state) if compiled else step)(tokens)
-    expected_value, expected = nn.value_and_grad(model, plain)(tokens)
-    close([value], [expected_value])
-    found, expected = (dict(nn.utils.tree_flatten(made)) for made in (found, expected))
-    assert found.keys() == expected.keys()
-    close(found.values(), expected.values())
-
-
 @pytest.mark.parametrize(
     "heads", [{}, {"shift": (1, 2), "head_weight": (1.0, 0.5), "weight": mx.array(np.abs(np.array(W[:, 0])))}], ids=len
 )

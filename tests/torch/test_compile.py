@@ -388,23 +388,6 @@ def test_traced_by_make_fx(target: Target, mode: str) -> None:
     torch.testing.assert_close(traced(x + 1), gradient(x + 1))
 
 
-@pytest.mark.filterwarnings("ignore:xent..refuse_second")  # PyTorch's, before xent's own error
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_second_derivative_of_compiled_torch_func_raises(target: Target, inside: bool, backend: str) -> None:
-    def penalty(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: total(target, x))(x).square().sum()
-
-    def run(x: Tensor) -> None:
-        if inside:
-            torch.compile(torch.func.grad(penalty), backend=backend)(x)
-        else:
-            torch.compile(penalty, backend=backend)(x).backward()
-
-    with pytest.raises(Exception, match="xent computes no second derivatives"):
-        run(drawn(target)[0])
-
-
 INTEGERS: dict[str, tuple[int, ...]] = {
     "ignore_index": (-100, 3, 5, 0),
     "axis": (1, -1, 0),

@@ -23,6 +23,9 @@ def calls_of(target: Target) -> tuple[dict[str, Callable[..., Tensor]], dict[str
     top = teacher.log_softmax(-1).topk(4)
     known = xent.TopKTeacher(top.indices, top.values)
     taught = xent.LinearTeacher(wide, w.flip(0))
+    part = xent.Subset(
+        xent.LinearTeacher(wide, torch.nn.Parameter(wide.repeat(3, 1))), classes.new_tensor(range(4, 15))
+    )
     ids = torch.arange(11, device=target.device).repeat(6)
     support = xent.Support(ids, torch.arange(0, 67, 11, device=target.device))
     mean: dict[str, Any] = {"backend": target.name}
@@ -59,6 +62,7 @@ def calls_of(target: Target) -> tuple[dict[str, Callable[..., Tensor]], dict[str
         "linear_divergence": lambda x, w: divergence(x, w, teacher, **none),
         "linear_divergence, mean": lambda x, w: divergence(x, w, taught, beta=1.0, temperature=0.7, **mean),
         "linear_divergence, top k": lambda x, w: divergence(x, w, known, **none),
+        "linear_divergence, subset": lambda x, w: divergence(x, w, part, **none),
     }
     of_scale: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "scale": lambda x, w, s: loss(x @ w.t(), classes, logit_scale=s.exp(), softcap=3.0, **none),
