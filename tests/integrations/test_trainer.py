@@ -91,15 +91,6 @@ def test_bfloat16(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     assert losses == pytest.approx(expected, rel=2.0**-8)
 
 
-def test_torch_compile(tmp_path: Path) -> None:
-    torch.compiler.reset()
-    plain, patched = make("llama", num_hidden_layers=0), make("llama", num_hidden_layers=0)
-    _, expected = run(tmp_path, False, model=plain)
-    _, losses = run(tmp_path, True, model=patched, torch_compile=True, torch_compile_backend="aot_eager")
-    assert losses == pytest.approx(expected, rel=1e-5)
-    torch.compiler.reset()
-
-
 def test_metrics_get_logits(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     def accuracy(prediction: Any) -> dict[str, float]:
         right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]

@@ -18,14 +18,12 @@ from tests.calls import results_of
 from tests.cases import EVERYWHERE, FUNCTIONS, LOG_PROBS, SHAPES, log_prob_cases, paired_cases
 from tests.covering import FULL
 from tests.divergence.cases import divergence_cases
-from tests.metal.test_rows import (  # noqa: F401
-    test_columns_of_minus_infinity,
-    test_nan_and_infinity_affect_only_their_row,
-)
+from tests.metal.test_rows import test_columns_of_minus_infinity  # noqa: F401
 from tests.options import option_cases
 from tests.targets import Target
 from tests.test_gradients import passes
 from tests.test_log_probs import test_same_bits_with_and_without_gradients_and_statistics  # noqa: F401
+from tests.test_promises import test_nan_and_infinity_affect_only_their_row  # noqa: F401
 from tests.test_stats import compare_rows
 from tests.torch.test_layouts import test_views  # noqa: F401
 from xent.backends.metal import torch_machine
