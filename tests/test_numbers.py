@@ -46,7 +46,8 @@ def test_numbers_of_16_bits_are_not_rounded_again(target: Target, function: str,
 
     def results(number: Any) -> Any:
         def run(*given: Any) -> Any:
-            return (getattr(xent, function)(*given, classes, backend=target.name, **{option: number}),)
+            options = ({"temperature": 0.7} if function in LOG_PROBS else {}) | {option: number}
+            return (getattr(xent, function)(*given, classes, backend=target.name, **options),)
 
         (values,), gradients = target.harness.gradients(run, arrays, (upstream,))
         return values, *gradients
@@ -54,21 +55,6 @@ def test_numbers_of_16_bits_are_not_rounded_again(target: Target, function: str,
     exact = float(target.harness.numpy(value))
     for found, expected in zip(results(value), results(exact), strict=True):
         target.close(found, expected, rtol=1e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("option", ["logit_scale", "softcap"])
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_scales_of_16_bits_are_divided_by_a_temperature_without_rounding(
-    target: Target, function: str, option: str, dtype: str
-) -> None:
-    arrays = target.arrays(*((HIDDEN, CLASSIFIER) if function.startswith("linear") else (LOGITS,)), CLASSES)
-    (value,) = target.arrays(np.array(1.3), dtype=dtype)
-    found, expected = (
-        getattr(xent, function)(*arrays, temperature=0.7, backend=target.name, **{option: one})
-        for one in (value, float(target.harness.numpy(value)))
-    )
-    target.close(found, expected, rtol=1e-6, atol=2e-6)
 
 
 def mean_of(target: Target, function: str, dtype: str, weights: Any = None, **options: Any) -> float:
