@@ -73,7 +73,6 @@ WITHOUT_KERNELS = (
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
     "torch/test_errors_page.py",
-    "torch/test_longest.py",
     "torch/test_many_classes.py",
     "torch/test_modules.py",
     "torch/test_plans.py",
