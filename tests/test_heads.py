@@ -175,30 +175,6 @@ def test_error_has_the_position_in_the_callers_target(target: Target, monkeypatc
             xent.linear_cross_entropy(hidden, classifier, wrong, shift=(2, 1))
 
 
-def test_unchecked_invalid_target_gives_nan_in_its_rows(target: Target) -> None:
-    hidden, classifier = (np.random.default_rng(0).normal(size=size) for size in ((2, 2, 4, 3), (5, 3)))
-    x, w, wrong = target.arrays(hidden, classifier, np.array([[0, 1, 2, 3], [0, 99, 4, -100]]))
-    weight = target.arrays(np.linspace(0.5, 1, 5))[0]
-
-    def loss(x: Any, reduction: str = "sum") -> Any:
-        return xent.linear_cross_entropy(
-            x, w, wrong, shift=(1, 0), weight=weight, reduction=reduction, backend=target.name
-        )
-
-    if target.looks_at_targets:
-        with pytest.raises(IndexError):
-            loss(x)
-        return
-    bad = np.zeros((2, 2, 4), bool)
-    bad[0, 1, 0] = bad[1, 1, 1] = True
-    for reduction in ("mean", "sum"):
-        _, (gradient,) = target.harness.gradients(lambda x, how=reduction: loss(x, how), (x,), None)
-        gradient = target.harness.numpy(gradient)
-        assert np.isnan(gradient[bad]).all()
-        assert np.isfinite(gradient[~bad]).all()
-    np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss(x, "none"))), bad)
-
-
 HIDDEN, CLASSIFIER, CLASSES = np.zeros((2, 2, 3, 4)), np.zeros((5, 4)), np.zeros((2, 3), dtype=np.int64)
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"shift": ()}, ValueError, r"shift must be an int >= 0, or a tuple with one such int for each head, got \(\)"),
