@@ -1,11 +1,9 @@
 """`python -m xent check`: its cases, its progress, its summary, and what counts as a failure."""
 
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,12 +27,6 @@ def test_device_cases_pass(target: Target, function: str) -> None:
             for comparison in judge_case(target.backend, target.harness, case):
                 assert comparison.passed, (str(case), comparison)
                 assert comparison.bound < 0.5, "a zero gradient must not pass"
-
-
-def test_results_without_gradients_are_judged(target: Target) -> None:
-    case = Case("cross_entropy", (3,), 50, "float32", "")
-    outputs = [result.output for result in judge_case(target.backend, target.harness, replace(case, alone=True))]
-    assert outputs == ["loss", "logits", "loss without gradients"]
 
 
 class Watched:
@@ -114,15 +106,6 @@ def test_a_fast_path_that_is_off_is_a_note(monkeypatch: pytest.MonkeyPatch) -> N
     assert planned_work.notes == {note}
     assert summary([planned_work], lines).startswith("All 6 cases passed; ")
     assert not harness.has_passed
-
-
-@pytest.mark.parametrize("rich", [True, False])
-def test_lines_are_shown_behind_a_bar(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    lines = [run.Line("some", "chip", "log_probs", "float64", 3, Comparison("loss", 0.0, 1.0), ())] * 2
-    assert list(run._shown(iter(lines), 2)) == lines
-    assert not capsys.readouterr().out
 
 
 def test_check_passes_and_prints_a_table(
