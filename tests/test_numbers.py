@@ -181,6 +181,19 @@ def test_float16_gradients_do_not_overflow_before_the_division(target: Target, f
         assert np.linalg.norm(one - other) <= 0.05 * np.linalg.norm(other)
 
 
+def test_float16_gradients_of_a_frequent_class_do_not_overflow(target: Target) -> None:
+    """The divisor of a mean is applied in float32, or before the sum over rows."""
+    rows = 64 if target.interpreted else 2048  # enough to overflow in the driver's sum, not only in a kernel's
+    hidden, weight = target.arrays(np.full((rows, 4), 60.0), np.zeros((16, 4)), dtype="float16")
+    (classes,) = target.arrays(np.zeros(rows, np.int64))
+    _, (gradient,) = target.harness.gradients(
+        lambda w: xent.linear_cross_entropy(hidden, w, classes, backend=target.name), (weight,), None
+    )
+    expected = np.full((16, 4), 60 / 16)
+    expected[0] -= 60
+    target.close(gradient, expected, rtol=2e-3)
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_statistic_of_a_z_loss_of_0_is_0(target: Target, value: float, reduction: str) -> None:
