@@ -23,6 +23,8 @@ BOTH: Bad = [
     ({"label_smoothing": float("nan")}, ValueError, "label_smoothing must be in"),
     ({"label_smoothing": "0.1"}, TypeError, "label_smoothing must be a number"),
     ({"label_smoothing": True}, TypeError, "label_smoothing must be a number"),
+    ({"label_smoothing": np.bool_(True)}, TypeError, "label_smoothing must be a"),
+    ({"z_loss": np.float32("nan")}, ValueError, "z_loss must be finite and >= 0, got nan"),
     ({"z_loss": -1e-4}, ValueError, "z_loss must be finite and >= 0, got -0.0001"),
     ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
     ({"softcap": 0}, ValueError, "softcap must be finite and > 0, or None, got 0"),

@@ -84,6 +84,12 @@ def test_float16_gradients_do_not_underflow_before_the_loss_scale(target: Target
     assert (found.double() - expected)[small].norm() / expected[small].norm() < 1e-2
 
 
+def test_weights_that_require_a_gradient_are_taken_under_no_grad(target: Target) -> None:
+    weight, classes = torch.ones(3, device=target.device, requires_grad=True), torch.arange(3, device=target.device)
+    with torch.no_grad():
+        assert xent.cross_entropy(weight.diag(), classes, sample_weight=weight, weight=weight).isfinite()
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])

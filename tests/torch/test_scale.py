@@ -225,6 +225,9 @@ def test_errors_name_the_option(target: Target, function: str) -> None:
         if target.device == "cpu":
             with pytest.raises(ValueError, match=f"{option} must be finite.*, got nan"):
                 run(**{option: torch.tensor(float("nan"))})
+    for option in ("z_loss", "label_smoothing"):
+        with pytest.raises(ValueError, match=f"{option} must be .*, got -1"):
+            run(**{option: torch.tensor(-1.0)})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
