@@ -66,14 +66,13 @@ WITHOUT_BACKENDS = (
 """Tests that call no backend but the reference: `tests` and tests-torch alone run them."""
 WITHOUT_KERNELS = (
     *WITHOUT_BACKENDS,
-    "convergence/test_planted_faults.py",
+    "convergence/test_convergence.py::test_fault_is_found",
     "distributed",
     "test_errors.py",
     "test_judge.py",
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
     "torch/test_errors_page.py",
-    "torch/test_longest.py",
     "torch/test_many_classes.py",
     "torch/test_modules.py",
     "torch/test_plans.py",

@@ -55,12 +55,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ran
 
 
-def test_bench_measures_both(steps: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "4x8x16", "--dtype", "float32"]) == 0
-    assert steps == [(name, (4, 8, 16), "float32") for name in ("xent", "xent", "unfused", "unfused")]
-    assert re.search(r"of the unfused loss's time and 0\.75 of its memory\.$", capsys.readouterr().out.strip())
-
-
 def test_bench_without_the_framework(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "backends", list)
     assert main(["bench", "--framework", "mlx"]) == 2
@@ -94,6 +88,7 @@ def test_bench_of_a_framework(
     printed = capsys.readouterr().out
     for name in ("xent", "unfused"):
         assert re.search(rf"^{name} +\d+\.\d ms +\d+ MiB beyond the inputs$", printed, re.MULTILINE)
+    assert re.search(r"of the unfused loss's time and \d+\.\d+ of its memory\.$", printed.strip())
 
 
 def test_failures_are_reported(

@@ -4,9 +4,8 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.cases import DTYPES, FUNCTIONS, REDUCTIONS, SHAPES, all_cases, covering_cases, named_cases
-from tests.covering import SLOW, combinations_of, covering, crossed
-from tests.options import option_cases
+from tests.cases import DTYPES, FUNCTIONS, covering_cases
+from tests.covering import SLOW, combinations_of, covering
 from xent.command.check.case import Case
 
 
@@ -48,19 +47,6 @@ def test_every_two_options_meet_in_every_dtype_and_every_three_in_some(function:
             assert len({row[name] for row in narrow}) == expected.get(name, 2), name
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_matrix_has_every_named_option_and_shape(function: str) -> None:
-    cases = {dtype: all_cases(function, dtype) for dtype in DTYPES}
-    served = [case for dtype in DTYPES[1:] for case in cases[dtype]]
-    assert {case.name for case in option_cases(function, "float32")} <= {case.name for case in served}
-    for dtype in DTYPES:
-        plain = [case for case in named_cases(function, dtype) if case.name == "plain"]
-        assert [case.reduction for case in plain] == list(REDUCTIONS)
-        shapes = {(case.rows, case.vocabulary, case.target_dtype, case.ignored) for case in cases[dtype]}
-        assert {(case.rows, case.vocabulary, case.target_dtype, case.ignored) for case in SHAPES.values()} <= shapes
-        assert len({str(case) for case in cases[dtype]}) == len(cases[dtype])
-
-
 @pytest.mark.parametrize("costly", ["", "c"])
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_covering_set_is_small_and_the_same_for_a_seed(strength: int, costly: str) -> None:
@@ -73,9 +59,3 @@ def test_covering_set_is_small_and_the_same_for_a_seed(strength: int, costly: st
     assert rows == covering(factors, strength, "a seed", costly)
     assert not costly or sum(row["c"] == "1" for row in rows) <= [1, 4, 12][strength - 1]
     assert strength == 1 or rows != covering(factors, strength, "another")
-
-
-def test_crossed_parameters_are_named() -> None:
-    names, rows = crossed(one=["a", "b"], other=[1, 2])
-    assert names == "one,other"
-    assert {(row.values, row.id) for row in rows} == {((a, b), f"{a}-{b}") for a in "ab" for b in (1, 2)}

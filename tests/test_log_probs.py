@@ -92,28 +92,6 @@ def test_classes_on_another_axis(target: Target, options: str) -> None:
         target.close(found[name], one, rtol=2e-6, atol=2e-6, equal_nan=False)
 
 
-@pytest.mark.parametrize("options", ["plain", "rows", "support"])
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_expanded_upstream_gradient(target: Target, function: str, options: str) -> None:
-    """The upstream gradient of a sum is one number, expanded to all rows."""
-    case = replace(log_prob_case(function, options, ignored=0.0, shift=0), missing=("lse",))
-    inputs = make_inputs(case)
-    if "support" in inputs.options:  # a log-probability of -inf would make the sum -inf
-        support = inputs.options["support"]
-        support.ids[support.offsets[-2]] = inputs.target.ravel()[-1]
-    call, arrays = call_of(target, case, inputs)
-    ones = replace(inputs, upstream=np.ones(case.rows), others={"entropy": np.full(case.rows, 0.5)})
-
-    def total(*given: Any) -> Any:
-        log_probs, entropy, _ = call(*given)
-        return log_probs.sum() + 0.5 * entropy.sum()
-
-    _, expanded = target.harness.gradients(total, arrays, None)
-    plain = results_of(target, case, ones)[len(case.results) :]
-    for one, other in zip(expanded, plain, strict=True):
-        target.same(one, other)
-
-
 @contextmanager
 def flushed(target: Target) -> Iterator[None]:
     """Flush denormal numbers to 0 on the CPU in PyTorch, as many GPUs do by default."""

@@ -13,27 +13,10 @@ import xent
 from tests.convergence.training import Loss, penalized
 from tests.targets import Target
 
-__all__ = ["POLICIES", "Rows", "of_hidden", "of_logits", "still"]
+__all__ = ["POLICIES"]
 
 BONUS = 0.05
 SOFTCAP = 20.0
-
-Rows = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(log-probabilities, entropy, temperature) -> the first two for the loss, possibly with a planted fault."""
-
-
-def as_they_are(log_probs: Any, entropy: Any, temperature: Any) -> tuple[Any, Any]:
-    """Return both unchanged."""
-    return log_probs, entropy
-
-
-def still(target: Target, array: Any) -> Any:
-    """Return the same values without a gradient."""
-    if target.backend.framework == "torch":
-        return array.detach()
-    import mlx.core as mx
-
-    return mx.stop_gradient(array)
 
 
 def _sampled(target: Target, classes: Any) -> tuple[Any, Any, Any]:
@@ -43,9 +26,9 @@ def _sampled(target: Target, classes: Any) -> tuple[Any, Any, Any]:
     return *target.arrays(temperature, np.where(words == -100, 0.0, advantage)), max(int((words != -100).sum()), 1)
 
 
-def _loss(target: Target, classes: Any, of_rows: Callable[[Any], tuple[Any, Any]], taken: Rows) -> Any:
+def _loss(target: Target, classes: Any, of_rows: Callable[[Any], tuple[Any, Any]]) -> Any:
     temperature, advantage, count = _sampled(target, classes)
-    log_probs, entropy = taken(*of_rows(temperature), temperature)
+    log_probs, entropy = of_rows(temperature)
     return -((advantage * log_probs).sum() + BONUS * entropy.sum()) / count
 
 
@@ -60,64 +43,39 @@ def _unfused(target: Target, logits: Any, classes: Any) -> Callable[[Any], tuple
     return of_rows
 
 
-def of_logits(taken: Rows = as_they_are) -> Loss:
-    """Return the loss with `xent.log_probs`."""
+def _of_logits(target: Target, arrays: tuple[Any, ...], classes: Any, options: Any) -> Any:
+    given = {"softcap": SOFTCAP, "entropy": True, "backend": target.name}
 
-    def loss(target: Target, arrays: tuple[Any, ...], classes: Any, options: Any) -> Any:
-        def of(logits: Any) -> Any:
-            return _loss(
-                target,
-                classes,
-                lambda temperature: xent.log_probs(
-                    logits, classes, temperature=temperature, softcap=SOFTCAP, entropy=True, backend=target.name
-                ),
-                taken,
-            )
+    def loss(logits: Any) -> Any:
+        return _loss(target, classes, lambda heat: xent.log_probs(logits, classes, temperature=heat, **given))
 
-        return penalized(target, arrays, of)
-
-    return loss
+    return penalized(target, arrays, loss)
 
 
-def of_hidden(taken: Rows = as_they_are) -> Loss:
+def _of_hidden(target: Target, arrays: tuple[Any, ...], classes: Any, options: Any) -> Any:
     """Return the loss with `xent.linear_log_probs`, which has no logits to penalize."""
+    hidden, weight, bias, zeros = arrays
+    given = {"linear_bias": bias, "softcap": SOFTCAP, "entropy": True, "backend": target.name}
 
-    def loss(target: Target, arrays: tuple[Any, ...], classes: Any, options: Any) -> Any:
-        hidden, weight, bias, zeros = arrays
-        found = _loss(
-            target,
-            classes,
-            lambda temperature: xent.linear_log_probs(
-                hidden,
-                weight,
-                classes,
-                linear_bias=bias,
-                temperature=temperature,
-                softcap=SOFTCAP,
-                entropy=True,
-                backend=target.name,
-            ),
-            taken,
-        )
-        return found + 0 * zeros.sum()
+    def of_rows(temperature: Any) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = xent.linear_log_probs(hidden, weight, classes, temperature=temperature, **given)
+        return found
 
-    return loss
+    return _loss(target, classes, of_rows) + 0 * zeros.sum()
 
 
 def _plain(target: Target, arrays: tuple[Any, ...], classes: Any, options: Any) -> Any:
-    return penalized(
-        target, arrays, lambda logits: _loss(target, classes, _unfused(target, logits, classes), as_they_are)
-    )
+    return penalized(target, arrays, lambda logits: _loss(target, classes, _unfused(target, logits, classes)))
 
 
 def _plain_alone(target: Target, arrays: tuple[Any, ...], classes: Any, options: Any) -> Any:
     hidden, weight, bias, zeros = arrays
     logits = target.harness.linear(hidden, weight, bias) + zeros
-    return _loss(target, classes, _unfused(target, logits, classes), as_they_are)
+    return _loss(target, classes, _unfused(target, logits, classes))
 
 
 POLICIES: dict[str, tuple[Loss, Loss]] = {
-    "log_probs": (_plain, of_logits()),
-    "linear_log_probs": (_plain_alone, of_hidden()),
+    "log_probs": (_plain, _of_logits),
+    "linear_log_probs": (_plain_alone, _of_hidden),
 }
 """Function of xent -> the loss in the framework's own operations, and the one under test."""

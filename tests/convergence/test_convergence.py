@@ -1,13 +1,14 @@
 """Training with xent gives the same language model, policy or student as with the framework's own operations."""
 
 import math
+from typing import Any
 
 import pytest
 
 from tests.convergence.agreement import disagreements
 from tests.convergence.distillation import DISTILLATIONS
 from tests.convergence.policy import POLICIES
-from tests.convergence.training import LOSSES, Loss, Run, train, vocabulary
+from tests.convergence.training import LOSSES, Loss, Run, from_logits, penalized, train, vocabulary
 from tests.targets import Target
 
 ALL = LOSSES | POLICIES | DISTILLATIONS
@@ -38,6 +39,31 @@ def test_same_model(target: Target, function: str, dtype: str) -> None:
         return  # the matrix judges these kernels, and other sessions train with all of them
     if target.takes(dtype):
         assert differences(target, function, dtype, ALL[function][1]) == []
+
+
+def overwrites_logits(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
+    """Write the gradient into the logits' memory without telling autograd, as a kernel could."""
+    import torch
+
+    def loss(logits: Any) -> Any:
+        value = target.harness.unfused_loss(logits.clone(), classes, **options)
+        (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
+        logits.data.copy_(gradient)
+        return value
+
+    return penalized(target, arrays, loss)
+
+
+def drops_the_softcap(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
+    """Lose an option whose effect on the first losses is small."""
+    return from_logits(target, arrays, classes, {**options, "softcap": None})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loss", [overwrites_logits, drops_the_softcap])
+def test_fault_is_found(target: Target, loss: Loss, dtype: str) -> None:
+    if target.takes(dtype) and (loss is not overwrites_logits or target.backend.framework == "torch"):
+        assert differences(target, "cross_entropy", dtype, loss)  # MLX arrays are immutable
 
 
 @pytest.mark.parametrize("function", ALL)

@@ -20,7 +20,7 @@ import xent
 from tests.packaging.tree import ROOT
 from tests.targets import Target
 
-__all__ = ["LOSSES", "Loss", "Run", "Step", "from_hidden", "from_logits", "penalized", "train", "vocabulary"]
+__all__ = ["LOSSES", "Loss", "Run", "Step", "from_logits", "penalized", "train", "vocabulary"]
 
 CONTEXT, EMBEDDING, WIDTH = 3, 16, 48
 RATE, MOMENTUM, PENALTY = 2.0, 0.8, 3e-4
@@ -101,8 +101,8 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
 """Function of xent -> (plain loss, loss under test)."""
 
 
-def train(target: Target, loss: Loss, dtype: str, spoil: Callable[[list[Any]], None] | None = None) -> Run:
-    """Train with a loss; `spoil` may change the gradients of a step."""
+def train(target: Target, loss: Loss, dtype: str) -> Run:
+    """Train with a loss."""
     text, count = _words()
     rows, steps = (12, 12) if target.interpreted else (128, 60)
     generator = np.random.default_rng(0)
@@ -125,8 +125,6 @@ def train(target: Target, loss: Loss, dtype: str, spoil: Callable[[list[Any]], N
         arrays = target.arrays(*parameters, np.zeros((rows, count)), dtype=dtype)
         value, gradients = target.harness.gradients(of_parameters, arrays, None)
         *made, logits = [np.array(target.harness.numpy(gradient)) for gradient in gradients]
-        if spoil is not None:
-            spoil(made)
         for number, gradient in enumerate(made):
             speeds[number] = MOMENTUM * speeds[number] + gradient
             parameters[number] = parameters[number] - RATE * speeds[number]

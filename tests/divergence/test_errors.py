@@ -8,6 +8,7 @@ import pytest
 import xent
 from tests.targets import Target
 from tests.test_errors import BOTH as OF_LOSSES
+from tests.test_errors import LINEAR_ONLY, OF_LOGITS
 
 LOGITS, HIDDEN, CLASSIFIER = np.zeros((2, 3, 5)), np.zeros((2, 3, 4)), np.zeros((5, 4))
 IDS = np.broadcast_to(np.array([0, 1]), (2, 3, 2)).copy()
@@ -128,20 +129,14 @@ def test_both_functions(arguments: dict[str, Any], error: type[Exception], messa
 
 
 def test_arguments_of_one_function() -> None:
-    with pytest.raises(ValueError, match="axis must be in"):
-        xent.divergence(LOGITS, LOGITS, axis=3)
-    with pytest.raises(ValueError, match=r"logits must have a class axis"):
-        xent.divergence(np.zeros(()), np.zeros(()))
-    with pytest.raises(TypeError, match="logits must be a torch, MLX or NumPy array, got None"):
-        xent.divergence(None, LOGITS)
-    with pytest.raises(ValueError, match=r"linear_weight must have shape \(V, D\) with D = 4"):
-        xent.linear_divergence(HIDDEN, CLASSIFIER.T, LOGITS)
-    with pytest.raises(ValueError, match=r"linear_bias must have shape \(5,\)"):
-        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, linear_bias=np.zeros(4))
-    with pytest.raises(ValueError, match="workspace must be None or a positive int"):
-        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, workspace=0)
-    with pytest.raises(ValueError, match=r"shift must be an int >= 0, got -1"):
-        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, shift=-1)
+    for bad, error, message in OF_LOGITS:
+        if "target" not in f"{bad} {message}":
+            with pytest.raises(error, match=message):
+                xent.divergence(**{"logits": LOGITS, "teacher": LOGITS} | bad)
+    for bad, error, message in LINEAR_ONLY:
+        if "target" not in f"{bad} {message}":
+            with pytest.raises(error, match=message):
+                xent.linear_divergence(**{"input": HIDDEN, "linear_weight": CLASSIFIER, "teacher": LOGITS} | bad)
     with pytest.raises(ValueError, match=r"shift must be an int >= 0, since only xent.linear_cross_entropy takes"):
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, shift=(1, 2))
     with pytest.raises(ValueError, match=r"shift=1 needs a sequence axis: input of shape \(\.\.\., T, D\), got \(4,\)"):

@@ -54,19 +54,6 @@ def test_step(name: str, arguments: str, fused: list[tuple[int, ...]]) -> None:
     assert fused == [(12 if arguments == "last logits" else 24, 32)]
 
 
-def test_gradient_checkpointing(fused: list[tuple[int, ...]]) -> None:
-    model = make("llama")
-    _, expected = gradients(model, batch())
-    getattr(
-        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-    )()  # the old name of the method
-    model.train()
-    with patch(model):
-        _, found = gradients(model, batch())
-    assert fused
-    assert worst_difference(found, expected) <= MOST
-
-
 @pytest.mark.parametrize("name", LISTED)
 def test_bfloat16(name: str, fused: list[tuple[int, ...]]) -> None:
     """In bfloat16 the patched model is as close to float32 as the plain model is."""

@@ -48,15 +48,6 @@ def test_training_and_evaluation(settings: dict[str, Any], tmp_path: Path, fused
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_gradient_accumulation_is_one_large_batch(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
-    large, expected = run(tmp_path, True)
-    small, losses = run(tmp_path, True, **PARTS)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for ours, theirs in zip(small.model.parameters(), large.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert fused
-
-
 @pytest.mark.parametrize("form", ["dict", "tuple"])
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize(("ignored", "count"), [(-100, None), (7, None), (-100, 37), (-100, torch.tensor(37))])
@@ -89,15 +80,6 @@ def test_bfloat16(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     _, losses = run(tmp_path, True, bf16=True)
     assert fused
     assert losses == pytest.approx(expected, rel=2.0**-8)
-
-
-def test_torch_compile(tmp_path: Path) -> None:
-    torch.compiler.reset()
-    plain, patched = make("llama", num_hidden_layers=0), make("llama", num_hidden_layers=0)
-    _, expected = run(tmp_path, False, model=plain)
-    _, losses = run(tmp_path, True, model=patched, torch_compile=True, torch_compile_backend="aot_eager")
-    assert losses == pytest.approx(expected, rel=1e-5)
-    torch.compiler.reset()
 
 
 def test_metrics_get_logits(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:

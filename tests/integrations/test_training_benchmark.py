@@ -1,20 +1,16 @@
-"""The benchmark of training steps: its variants train alike, and rows say why there is no result."""
+"""The benchmark of training steps: its variants train alike, and leave the model as it was."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.cases import SUITES, Case, quick
+from benchmarks.cases import SUITES, quick
 from benchmarks.cli import main
 from benchmarks.contenders import find_contender
 from benchmarks.process import Absent
 from benchmarks.records import Record, load_records
-from benchmarks.session import Session
 from benchmarks.tables import make_tables
 from benchmarks.training import TrainingProblem
 
@@ -68,29 +64,3 @@ def test_variants_leave_the_model_as_it_was(model: str) -> None:
     problem.call(find_contender("training", "plain").make(TINY), (tokens, tokens))
     assert (dict(vars(problem.model)), type(problem.model.get_output_embeddings())) == before
     assert problem.model.config._attn_implementation == "sdpa"
-
-
-def test_length_without_enough_memory_is_not_the_longest() -> None:
-    @contextmanager
-    def greedy(model: Any) -> Iterator[Any]:
-        def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            if tokens.numel() > 200:
-                raise torch.OutOfMemoryError("much text")
-            return model(tokens, labels=labels).loss
-
-        yield loss_of
-
-    session = Session("cpu")
-    session.open(replace(TINY, limit=64.0))
-    assert isinstance(session.problem, TrainingProblem)
-    found = session.problem.longest(greedy, session.device)["longest"]
-    assert found is None or 190 <= found <= 200
-
-
-def test_rows_say_why_there_is_no_result() -> None:
-    case = Case.from_fields({**TINY.to_fields(), "limit": 30.0})
-    plain = Record(case, "plain", "skipped", "out of memory", longest=4096)
-    xent = Record(case, "xent", seconds=[0.02], pairs=[(0.03, 0.02)], peak_bytes=2**30, longest=8192, at_least=True)
-    rows = table([plain, xent]).splitlines()[2:]
-    assert rows[0] == "| tiny-llama | on | plain | skipped: out of memory |  |  |  | 4096 in 30 GiB |"
-    assert rows[1] == "| tiny-llama | on | xent | 20 | 3200 | 1.500 | 1.00 | at least 8192 in 30 GiB |"

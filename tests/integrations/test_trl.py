@@ -14,7 +14,6 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Theirs
 
 from tests.integrations.conftest import shapes_of
 from tests.integrations.trl_training import TRAINERS, Run, make_model, train
-from xent.integrations import trl as integration
 from xent.integrations.transformers import explain
 from xent.integrations.transformers import patch as patch_model
 from xent.integrations.trl import (
@@ -214,13 +213,6 @@ class TestPatch:
         with pytest.raises(ImportError, match=message):
             patch()
         assert dict(vars(trainer_utils)) == before
-
-    def test_missing_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        place = integration._Place("trl.trainer.nowhere", "_name", ChunkedLogProbFunction)
-        monkeypatch.setattr(integration, "_PLACES", (*integration._PLACES, place))
-        with pytest.raises(ImportError, match=r"trl\.trainer\.nowhere of TRL \S+, and there is no trl\.trainer\.now"):
-            patch()
-        assert trainer_utils._ChunkedLogProbFunction is Theirs
 
     def test_other_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Later(torch.autograd.Function):

@@ -67,25 +67,6 @@ def test_columns_of_minus_infinity(target: Target, dtype: str, columns: str, voc
     assert np.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("place", [0, 3, 7, 31, 37])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "logit_scale": 0.5}], ids=len)
-def test_nan_and_infinity_affect_only_their_row(
-    target: Target, dtype: str, value: float, place: int, options: dict[str, float]
-) -> None:
-    values = np.random.default_rng(1).normal(size=(3, 38))
-    values[1, place] = value
-    logits, classes = target.arrays(values, np.array([3, 3, 3]), dtype=dtype)
-    loss, (grad,) = target.harness.gradients(
-        lambda z: xent.cross_entropy(z, classes, reduction="none", backend=target.name, **options),
-        (logits,),
-        ones(target, 3),
-    )
-    for found in (target.harness.numpy(loss), target.harness.numpy(grad).sum(1)):
-        assert np.isnan(found).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize("vocabulary", [5, 300])
 def test_predictions_of_rows_of_infinity_or_nan(target: Target, vocabulary: int) -> None:
     """Like NumPy's argmax: the first column if all are -inf, and NaN before any number."""

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import xent
-from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.test_tensors import METAL, TARGETS, draw, outcome
-from xent.backends.metal import sources
 from xent.backends.metal.torch_steps import MetalSteps
 from xent.command.check.case import Case
 
@@ -45,13 +43,6 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
     for vocabulary, rows in ((2100, 8), (4000, 30)):
         outcome(*draw(rows, vocabulary), z_loss=rows / 100, **METAL)
     assert len(emulator.sources) == 1
-
-
-def test_wrong_types_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.INPUTS, "weight", "int")
-    logits, target = draw()
-    with pytest.raises(FrontendError):
-        outcome(logits, target, **METAL)
 
 
 def test_memory_outside_the_results_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,12 @@ from tests.calls import results_of
 from tests.cases import EVERYWHERE, FUNCTIONS, LOG_PROBS, SHAPES, log_prob_cases, paired_cases
 from tests.covering import FULL
 from tests.divergence.cases import divergence_cases
-from tests.metal.test_rows import (  # noqa: F401
-    test_columns_of_minus_infinity,
-    test_nan_and_infinity_affect_only_their_row,
-)
+from tests.metal.test_rows import test_columns_of_minus_infinity  # noqa: F401
 from tests.options import option_cases
 from tests.targets import Target
 from tests.test_gradients import passes
 from tests.test_log_probs import test_same_bits_with_and_without_gradients_and_statistics  # noqa: F401
+from tests.test_promises import test_nan_and_infinity_affect_only_their_row  # noqa: F401
 from tests.test_stats import compare_rows
 from tests.torch.test_layouts import test_views  # noqa: F401
 from xent.backends.metal import torch_machine
@@ -108,13 +106,37 @@ def outcome(logits: Tensor, target: Tensor, upstream: Tensor | None = None, **op
     return [loss.detach(), grad]
 
 
-def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at no values, as on a GPU."""
     for module in ("portable.rows", "prepare"):
         monkeypatch.setattr(f"xent.backends.torch.{module}.looks_at_targets", lambda device: False)
+    monkeypatch.setattr("xent.backends.torch.prepare.check_rows", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_target_out_of_range_gives_nan_in_its_row() -> None:
     logits, target = draw()
     target[3], target[4] = 10**9, -7
     loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)
     assert loss.isnan().tolist() == grad.isnan().all(1).tolist() == [False, False, False, True, True, False]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("wrong", [0.0, -1.0, torch.nan])
+@pytest.mark.parametrize("linear", [False, True])
+def test_temperature_that_is_not_positive_gives_nan_in_its_row(linear: bool, wrong: float) -> None:
+    """Ignored rows are not affected."""
+    logits, target = draw()
+    heat, leaf = torch.full((6,), 0.7, device=DEVICE), logits.requires_grad_()
+    heat[[1, 2, 5]] = wrong
+    sources = (leaf, torch.eye(300, device=DEVICE)) if linear else (leaf,)
+    function = xent.linear_log_probs if linear else xent.log_probs
+    found = function(*sources, target, temperature=heat, entropy=True, **METAL)
+    (grad,) = torch.autograd.grad(found, leaf, [torch.ones(6, device=DEVICE)] * 2)
+    for one in (*found, grad.sum(1)):
+        assert one.isnan().tolist() == [False, True, False, False, False, True]
+    assert not grad[2].any()
 
 
 def test_same_bits_with_and_without_a_gradient() -> None:

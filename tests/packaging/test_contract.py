@@ -63,10 +63,3 @@ def test_quick_chooses_tests_that_exist() -> None:
     assert sessions["tests-metal"] == ["tests/metal/test_rows.py"]
     integrations = {"test_trl.py", "test_trl_functions.py", "test_training_benchmark.py"}
     assert {f"tests/integrations/{name}" for name in integrations} < set(sessions["tests"])
-
-
-def test_missing_names_are_noticed() -> None:
-    assert exists("xent.backends.mlx.block.Block.fold")
-    assert not exists("xent.backends.mlx.block.Block.spread")
-    assert not exists("xent.backends.protocol.RowKernel")
-    assert not exists("torch.Tensor")

@@ -1,11 +1,9 @@
 """The clocks and the truth of the benchmarks, tested on the CPU."""
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +11,10 @@ from torch import Tensor
 
 from benchmarks import documents
 from benchmarks.cases import SUITES, Case, quick
-from benchmarks.cli import main, measure_all
+from benchmarks.cli import main
 from benchmarks.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.contenders import find_contender
-from benchmarks.measure import Measurement, OutOfTime, Plan
 from benchmarks.problems import LinearProblem, LogitsProblem, make_problem
-from benchmarks.process import NotMeasured
 from benchmarks.records import Record, load_records, write_records
 from benchmarks.session import Session
 from benchmarks.truth import compute_truth
@@ -127,16 +123,6 @@ def test_clocks_separate_host_and_device(host: float, device: float) -> None:
     assert device_seconds(queue, call, lambda: None, 3, host) == pytest.approx(device)
 
 
-def test_waiting_for_the_device_counts() -> None:
-    def call(arguments: object) -> None:
-        queue.work(1e-3, 1e-3)
-        queue.wait()
-        queue.work(1e-3, 1e-3)
-
-    queue = Queue()
-    assert device_seconds(queue, call, lambda: None, 3, 2e-3) == pytest.approx(3e-3)
-
-
 @pytest.mark.parametrize("name", ["torch", "xent", "xent inplace"])
 def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
     session = Session("cpu")
@@ -193,88 +179,12 @@ def test_cases_of_a_suite_have_different_titles_and_known_goals() -> None:
                 assert None not in known
 
 
-class Lines:
-    """A simulated measuring process: it answers at once, and dies when it measures the contender "CCE"."""
-
-    made: list["Lines"]
-
-    def __init__(self, make: object, ranks: object, environment: dict[str, str]) -> None:
-        self.environment, self.runs, self.requests = environment, True, list[Any]()
-        self.made.append(self)
-
-    def ask(self, method: str, *arguments: Any, seconds: float | None = None) -> dict[str, Any]:
-        self.requests.append((method, *arguments[:1]))
-        match method, *arguments:
-            case "describe", *_:
-                return {"versions": {}}
-            case "prepare", "CCE":
-                self.runs = False
-                raise NotMeasured("failed", "the process was killed")
-            case "prepare", "Liger":
-                raise NotMeasured("absent", "liger_kernel is not installed")
-            case "prepare", name:
-                return {"peak_bytes": 1, "host": 1e-5, "call_seconds": 1e-3, "loss": len(name)}
-            case "turn", name, *_:
-                return {"loop": 2.0, "seconds": 1.0} if name == "products" else {"loop": 3.0, "seconds": 1.25}
-        return {}
-
-    def end(self) -> None:
-        self.runs = False
-
-
-def measure(case: Case, deadline: float = float("inf")) -> list[Record]:
-    Lines.made = []
-    with Measurement("cuda", Plan(repeats=4, budget=1.0, deadline=deadline), Lines) as measurement:
-        case = replace(case, device="cuda")
-        return measurement.measure(case, {"gpu": "none", "versions": {}}, lambda name: None)
-
-
-def test_contenders_take_turns_and_ratios_are_of_a_round() -> None:
-    case = replace(SMALL, contenders=("products", "xent", "xent portable", "Liger", "CCE"))
-    records = {record.contender: record for record in measure(case)}
-    assert records["xent"].loop_pairs == [(2.0, 3.0)] * 4
-    assert (records["xent"].quantity("loop"), records["xent"].quantity("time")) == (1.5, 1.25)
-    assert (records["Liger"].status, records["CCE"].status) == ("absent", "failed")
-    assert [process.environment for process in Lines.made] == [{}, {"XENT_PORTABLE": "1"}] * 2  # restarted without CCE
-    for process in Lines.made[2:]:
-        asked = {request[1] for request in process.requests if request[0] == "turn"}
-        assert asked == ({"xent portable"} if process.environment else {"products", "xent"})
-
-
-def test_a_run_that_is_out_of_time_can_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(OutOfTime):
-        measure(SMALL, deadline=time.monotonic() - 1)
-    cases = [replace(SMALL, device="cuda"), replace(SMALL, device="cuda", tokens=64)]
-    done = []
-
-    def measure_one(case: Case, progress: object) -> list[Record]:
-        if done:
-            raise OutOfTime
-        done.append(case)
-        return measure(case)
-
-    lines = tmp_path / "lines.jsonl"
-    records, left = measure_all(cases, measure_one, lines)
-    assert (done, left) == (cases[:1], cases[1:])
-    assert load_records(lines) == records
-    done.clear()
-    records, left = measure_all(cases, measure_one, lines, load_records(lines))
-    assert (done, left) == (cases[1:], [])
-    assert load_records(lines) == records
-    assert len(lines.read_bytes()) < 4000
-
-
-def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = replace(SMALL, contenders=("products", "xent"), goals=(("xent", "loop", 1.2),))
-    (tmp_path / "lines.jsonl").write_text("".join(write_records(measure(case))))
-    assert main(["--show", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path)]) == 0
-    assert "missed   loop at most 1.2, measured 1.5" in capsys.readouterr().out
-
-
 def test_tables_of_a_document_are_filled_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = measure(replace(SMALL, contenders=("products", "xent")))
-    for record in records:
-        record.machine["commit"] = "abcdef0"
+    case, machine = replace(SMALL, device="cuda", contenders=("products", "xent")), {"commit": "abcdef0"}
+    records = [
+        Record(case, "products", loop=[2.0], seconds=[2.0], machine=machine),
+        Record(case, "xent", loop=[3.0], seconds=[3.0], loop_pairs=[(2.0, 3.0)], machine=machine),
+    ]
     (tmp_path / "gpu-test.jsonl").write_text("".join(write_records(records)))
     document = tmp_path / "text.md"
     document.write_text("before\n<!-- measured: test -->\nold\n<!-- end -->\nafter\n")
@@ -285,7 +195,7 @@ def test_tables_of_a_document_are_filled_and_checked(tmp_path: Path, capsys: pyt
     assert problems() == ["text.md: the table 'test' differs; run python -m benchmarks.documents"]
     assert problems(fill=True) == problems() == []
     text = document.read_text()
-    assert "| linear 96x16x100 float32 | products 2e+03 ms | 1.50 |" in text
+    assert "| linear 96x16x100 float32 | products 2e+03 ms | xent 3e+03 ms |" in text
     assert "old" not in text
     document.write_text(text + "<!-- commit: abcdef0123 -->\n")
     assert problems() == []

@@ -40,18 +40,6 @@ def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPat
     assert sentences[0].startswith(f"All {len(work)} cases passed; torch on cpu ran ")
 
 
-def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = backend_of("torch")
-    harness = backend.harness("cpu")
-    monkeypatch.setattr(harness, "processes", 2)
-    good = option_cases("cross_entropy", "float32")[0]
-    cases = {("cross_entropy", "float32"): [good, replace(good, dtype="float31")]}
-    (line,) = check_all([Work(backend, "cpu", harness, cases)])
-    assert line.cases == 2
-    assert len(line.failed) == 1
-    assert line.failed[0].startswith("cross_entropy-4x12x67-float31-mean-plain: ")
-
-
 class Deadly:
     """A number that ends the process that adds it to an array."""
 

@@ -198,9 +198,12 @@ def test_memory_is_freed_without_the_garbage_collector(target: Target, function:
     gc.disable()
     try:
         sources = [leaf * 1 for leaf in leaves]
-        held = [weakref.ref(source) for source in sources]
-        loss = loss_of(target, function, sources, classes, reduction=reduction)
-        del sources
+        weights = {
+            name: torch.ones(size, device=target.device) for name, size in (("weight", 11), ("sample_weight", 5))
+        }
+        held = [weakref.ref(one) for one in (*sources, *weights.values())]
+        loss = loss_of(target, function, sources, classes, reduction=reduction, **weights)
+        del sources, weights
         if end == "backward":
             torch.autograd.grad(loss, leaves, torch.ones_like(loss))
         else:

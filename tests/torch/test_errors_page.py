@@ -108,6 +108,9 @@ RAISED: dict[str, tuple[Callable[[], Any], ...]] = {
     "NAME requires a gradient, which xent does not compute: pass NAME.detach()": (
         lambda: loss(weight=torch.ones(5, requires_grad=True)),
         lambda: loss(sample_weight=torch.ones(2, 3, requires_grad=True)),
+        lambda: loss(normalizer=torch.tensor(3.0, requires_grad=True)),
+        lambda: loss(z_loss=torch.tensor(0.1, requires_grad=True)),
+        lambda: linear(X.expand(2, 2, 3, 4), sample_weight=torch.ones(2, 3, requires_grad=True), shift=(1, 2)),
         lambda: loss(softcap=torch.tensor(3.0, requires_grad=True)),
         lambda: log_p(temperature=torch.ones(2, 3, requires_grad=True)),
     ),

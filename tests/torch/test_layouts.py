@@ -1,6 +1,5 @@
 """Any strides: transposed, sliced, expanded and padded inputs give the numbers of their contiguous copies."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -180,13 +179,3 @@ def test_one_class_whose_stride_is_not_one(target: Target, reduction: str, inpla
     loss.backward()
     torch.testing.assert_close(source.grad, 2 * source.detach() / (5 if reduction == "mean" else 1))
     assert torch.equal(logits, source.t()) != inplace
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 6])
-def test_hidden_states_without_features(target: Target, dtype: torch.dtype, rows: int) -> None:
-    leaves = [torch.zeros(size, dtype=dtype, device=target.device, requires_grad=True) for size in ((rows, 0), (4, 0))]
-    classes = torch.zeros(rows, dtype=torch.int64, device=target.device)
-    loss = xent.linear_cross_entropy(*leaves, classes, workspace=4 * dtype.itemsize * 2, backend=target.name)
-    assert loss.item() == pytest.approx(math.log(4) if rows else 0)
-    assert [grad.shape for grad in torch.autograd.grad(loss, leaves)] == [(rows, 0), (4, 0)]

@@ -48,17 +48,6 @@ def test_axis_1_is_pytorchs_layout(target: Target, shape: tuple[int, ...], proba
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=close, atol=close / 100)
 
 
-def test_mean_of_nothing_is_nan_in_pytorch_and_zero_in_xent(target: Target) -> None:
-    logits = torch.randn(3, 5, device=target.device, requires_grad=True)
-    ignored = torch.full((3,), -100, device=target.device)
-    assert F.cross_entropy(logits, ignored).isnan()
-    loss = xent.cross_entropy(logits, ignored, backend=target.name)
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad is not None
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
 @pytest.mark.parametrize("name", ["target", "weight", "sample_weight", "normalizer"])
 def test_arguments_of_another_dtype_are_converted_to_float32(target: Target, name: str, dtype: torch.dtype) -> None:

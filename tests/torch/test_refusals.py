@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -25,23 +24,6 @@ def loss_of(tensors: dict[str, Tensor], target: Target, name: str) -> Callable[[
         function, names = xent.cross_entropy, ("logits", "target", "sample_weight")
     arguments = {key: tensors[key] for key in names}
     return lambda tensor: function(**(arguments | {name: tensor}), backend=target.name)
-
-
-@pytest.mark.parametrize("name", ["logits", "sample_weight", "input", "linear_weight"])
-def test_forward_mode_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:
-    function, values = loss_of(tensors, target, name), tensors[name]
-    with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE.format(name)):
-        torch.func.jvp(function, (values,), (values,))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(values, values)
-        with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE.format(name)):
-            function(dual)
-
-
-def test_forward_mode_over_reverse_mode_raises(target: Target, tensors: dict[str, Tensor]) -> None:
-    gradient = torch.func.grad(loss_of(tensors, target, "logits"))
-    with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE.format("logits")):
-        torch.func.jvp(gradient, (tensors["logits"],), (tensors["logits"],))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # JSON, which it then leaves to Python
@@ -103,13 +85,6 @@ def test_transforms_of_arguments_without_gradient_raise(
         (torch.compile(transformed, backend=backend) if backend else transformed)(tensors["sample_weight"] + 0.1)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["logits", "input"])
-def test_jit_trace_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record xent's functions"):
-        torch.jit.trace(loss_of(tensors, target, name), tensors[name])
-
-
 @pytest.mark.parametrize("name", ["logits", "input"])
 @pytest.mark.parametrize("retain", [False, True])
 def test_gradient_carries_the_tangent_of_its_upstream(
@@ -125,15 +100,6 @@ def test_gradient_carries_the_tangent_of_its_upstream(
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, 3 * gradient)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # JSON, which it then leaves to Python
-@pytest.mark.parametrize("name", ["logits", "input"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_vmap_raises(target: Target, tensors: dict[str, Tensor], name: str, compiled: bool) -> None:
-    mapped = torch.vmap(loss_of(tensors, target, name))
-    with pytest.raises(NotImplementedError, match=f"{name} is batched by torch.vmap, which xent does not support"):
-        (torch.compile(mapped, backend="aot_eager") if compiled else mapped)(tensors[name].expand(3, -1, -1))
-
-
 @pytest.mark.parametrize("name", ["logits", "input", "linear_weight", "target", "sample_weight"])
 def test_sparse_tensors_raise(target: Target, tensors: dict[str, Tensor], name: str) -> None:
     sparse = tensors[name].to_sparse()
@@ -147,21 +113,6 @@ def test_nested_tensors_raise(target: Target, tensors: dict[str, Tensor]) -> Non
     with pytest.raises(TypeError, match="logits must be a dense tensor, got a nested one"):
         xent.cross_entropy(jagged, classes, backend=target.name)
     xent.cross_entropy(jagged.values(), classes.values(), backend=target.name)  # what the error recommends
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch was built without torch.distributed")
-def test_sharded_tensors_raise() -> None:
-    """tests/distributed has the supported case, a vocabulary in shards."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = distribute_tensor(torch.randn(11, 8), init_device_mesh("cpu", (1,)), [Shard(1)])
-        with pytest.raises(TypeError, match=r"linear_weight .*got a DTensor"):
-            xent.linear_cross_entropy(torch.randn(6, 8), weight, torch.zeros(6, dtype=torch.int64))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_module_instead_of_its_weight(tensors: dict[str, Tensor]) -> None:
@@ -190,16 +141,6 @@ def test_a_classifier_of_another_dtype(target: Target, tensors: dict[str, Tensor
         bias = torch.zeros(11, device=target.device).double()
         with pytest.raises(TypeError, match=r"linear_bias must have the dtype of input, torch.float32"):
             xent.linear_cross_entropy(source, weight, tensors["target"], linear_bias=bias)
-
-
-def test_tensors_of_two_devices_are_refused(target: Target, tensors: dict[str, Tensor]) -> None:
-    x, w, y = (tensors[name].to("meta") for name in ("input", "linear_weight", "target"))
-    placed = torch.zeros(6, device=target.device)
-    with pytest.raises(ValueError, match=f"must be on one device: input is on meta, target on {target.device}"):
-        xent.linear_cross_entropy(x, w, placed.long())
-    with pytest.raises(ValueError, match=f"input is on meta, sample_weight on {target.device}"):
-        xent.linear_cross_entropy(x, w, y, sample_weight=placed)
-    assert xent.linear_cross_entropy(x, w, y, normalizer=torch.tensor(3)).device.type == "meta"
 
 
 def test_uint64_targets_are_refused(target: Target, tensors: dict[str, Tensor]) -> None:
