@@ -5,10 +5,11 @@ xent is measured first, because only the peak since the start is read, and the u
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import xent
 from xent.backends import backends
@@ -27,8 +28,10 @@ _SECONDS = 12.0
 _MOST = 50
 Shape = tuple[int, int, int]
 """Hidden states (N, D) and a classifier (V, D): N, D, V."""
-Measured = tuple[Mapping[str, Callable[[], object]], Callable[[], int]]
-"""A forward and backward pass of each loss, and the peak bytes beyond the inputs so far."""
+Step = Callable[[], object]
+"""A forward and backward pass."""
+Measured = tuple[Mapping[str, Step], Callable[[], int]]
+"""A step with each loss, and the peak bytes beyond the inputs so far."""
 
 
 def parse(text: str, rows: int) -> Shape:
@@ -104,15 +107,14 @@ def available(framework: str) -> int | None:
         return None
 
 
-def _milliseconds(step: Callable[[], object]) -> float:
+def _milliseconds(step: Step) -> float:
     """Return the median time of a step, without the first, which imports modules and compiles kernels."""
     times: list[float] = []
     while sum(times) < _SECONDS and len(times) <= _MOST:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    later = sorted(times[1:] or times)
-    return later[len(later) // 2] * 1e3
+    return statistics.median(times[1:] or times) * 1e3
 
 
 def _torch(shape: Shape, dtype: str) -> Measured:
@@ -120,29 +122,25 @@ def _torch(shape: Shape, dtype: str) -> Measured:
     import torch.nn.functional as F
 
     cuda, (rows, width, vocabulary) = torch.cuda.is_available(), shape
-    torch.manual_seed(0)
-    with torch.device("cuda" if cuda else "cpu"):
-        weight = torch.empty(vocabulary, width, dtype=getattr(torch, dtype)).normal_(0, width**-0.5).requires_grad_()
-        hidden = torch.randn(rows, width).to(weight.dtype).requires_grad_()
-        target = torch.randint(vocabulary, (rows,))
+    device = "cuda" if cuda else "cpu"
 
-    def step(loss: Callable[[], torch.Tensor]) -> None:
-        hidden.grad = weight.grad = None
-        loss().backward()
+    def drawn(count: int) -> torch.Tensor:
+        values = torch.randn(count, width, dtype=getattr(torch, dtype), device=device)
+        return values.mul_(width**-0.25).requires_grad_()
+
+    hidden, weight, target = drawn(rows), drawn(vocabulary), torch.randint(vocabulary, (rows,), device=device)
+    peak = torch.cuda.max_memory_allocated if cuda else _resident
+    start = peak()
+
+    def step(loss: Callable[..., torch.Tensor]) -> None:
+        torch.autograd.grad(loss(hidden, weight, target), (hidden, weight))
         if cuda:
             torch.cuda.synchronize()
 
-    start = torch.cuda.memory_allocated() if cuda else _resident()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    def unfused(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((hidden @ weight.T).float(), target)
 
-    def peak() -> int:
-        return (torch.cuda.max_memory_allocated() if cuda else _resident()) - start
-
-    return {
-        "xent": lambda: step(lambda: xent.linear_cross_entropy(hidden, weight, target)),
-        "unfused": lambda: step(lambda: F.cross_entropy((hidden @ weight.T).float(), target)),
-    }, peak
+    return {"xent": partial(step, xent.linear_cross_entropy), "unfused": partial(step, unfused)}, lambda: peak() - start
 
 
 def _resident() -> int:
@@ -157,21 +155,20 @@ def _mlx(shape: Shape, dtype: str) -> Measured:
     import mlx.nn as nn
 
     rows, width, vocabulary = shape
-    mx.random.seed(0)
-    hidden = mx.random.normal((rows, width)).astype(getattr(mx, dtype))
-    weight = (mx.random.normal((vocabulary, width)) * width**-0.5).astype(hidden.dtype)
+    hidden, weight = (
+        mx.random.normal((count, width), getattr(mx, dtype), scale=width**-0.25) for count in (rows, vocabulary)
+    )
     target = mx.random.randint(0, vocabulary, (rows,))
     mx.eval(hidden, weight, target)
     mx.reset_peak_memory()
     start = mx.get_active_memory()
 
-    def unfused(hidden: Any, weight: Any) -> Any:
-        return nn.losses.cross_entropy((hidden @ weight.T).astype(mx.float32), target, reduction="mean")
+    def step(loss: Callable[..., mx.array]) -> None:
+        mx.eval(mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight, target))
 
-    def fused(hidden: Any, weight: Any) -> Any:
-        return xent.linear_cross_entropy(hidden, weight, target)
+    def unfused(hidden: mx.array, weight: mx.array, target: mx.array) -> mx.array:
+        loss: mx.array = nn.losses.cross_entropy((hidden @ weight.T).astype(mx.float32), target, reduction="mean")
+        return loss
 
-    def step(loss: Callable[..., Any]) -> Callable[[], object]:
-        return lambda: mx.eval(mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight))
-
-    return {"xent": step(fused), "unfused": step(unfused)}, lambda: mx.get_peak_memory() - start
+    steps = {"xent": partial(step, xent.linear_cross_entropy), "unfused": partial(step, unfused)}
+    return steps, lambda: mx.get_peak_memory() - start

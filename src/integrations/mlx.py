@@ -192,11 +192,10 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
             softcap=softcap,
             logit_scale=logit_scale,
             stats=stats,
+            shift=shift,
+            head_weight=head_weight,
+            workspace=workspace,
         )
-        heads = {"shift": shift, "head_weight": head_weight, "workspace": workspace, "reduction": reduction}
-        check_options("mlx", heads)
-        self.shift, self.head_weight = shift, head_weight
-        self.workspace = workspace
 
     def __call__(
         self, input: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
@@ -211,13 +210,10 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
             **self._options.named,
             sample_weight=sample_weight,
             normalizer=normalizer,
-            shift=self.shift,
-            head_weight=self.head_weight,
-            workspace=self.workspace,
         )
 
     def _extra_repr(self) -> str:
-        return f"{self._options}, shift={self.shift}, head_weight={self.head_weight}, workspace={self.workspace}"
+        return str(self._options)
 
 
 class _Options:

@@ -141,10 +141,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.ignore_index = -100 if ignore_index is None else ignore_index
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
         self.workspace, self.stats, self.backend = workspace, stats, backend
-        _check(self)
-        heads = {"shift": shift, "head_weight": head_weight, "workspace": workspace, "reduction": reduction}
-        check_options("torch", heads)
         self.shift, self.head_weight = shift, head_weight
+        _check(self, shift=shift, head_weight=head_weight, workspace=workspace)
 
     def forward(
         self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None
@@ -173,9 +171,9 @@ def _options(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names.split()}
 
 
-def _check(module: Any) -> None:
+def _check(module: Any, **others: Any) -> None:
     """Raise for wrong options now rather than at the first batch."""
-    check_options("torch", _options(module), arrays=True)
+    check_options("torch", _options(module) | others, arrays=True)
 
 
 def _describe(module: Any) -> str:

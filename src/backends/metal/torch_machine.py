@@ -26,8 +26,6 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
     if not torch.backends.mps.is_available():
         here = f"{platform.system()} on {platform.machine()}"
         reason = f"its kernels are for Apple GPUs, and PyTorch finds none here ({here}); use backend 'torch'"
-    elif not hasattr(torch.mps, "compile_shader"):
-        reason = f"it needs PyTorch 2.7 or later and found {torch.__version__}; use backend 'torch'"
     elif os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0":
         reason = "PYTORCH_MPS_FAST_MATH=1 compiles kernels as if there were no infinities: unset it"
     else:

@@ -103,11 +103,9 @@ class Block:
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
-        log_p, peak = None, self._finite(peak)
-        if self._p is None or given.beta is not None:
-            log_p = (self.x - peak[:, None]) - log_sum[:, None]
-        p = exp(log_p) if self._p is None and log_p is not None else self._p
-        assert p is not None
+        peak = self._finite(peak)
+        log_p = (self.x - peak[:, None]) - log_sum[:, None]  # MLX computes it only if it is needed
+        p = exp(log_p) if self._p is None else self._p
         if (
             self._shares is None
             and given.rest is None
@@ -119,7 +117,7 @@ class Block:
             less = p.at[mx.arange(len(p)), self.facts.target].add(-1)
             return self._finished(less * given.gamma[:, None], given.delta)
         grad = p * given.alpha[:, None]
-        if given.beta is not None and log_p is not None:
+        if given.beta is not None:
             grad = grad + product(p, given.beta[:, None] * log_p)
         if self._shares is not None:
             grad = grad - given.gamma[:, None] * self._shares

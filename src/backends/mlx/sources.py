@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from xent.backends.mlx.devices import accumulation_dtype, chunk_device
 from xent.backends.mlx.kernels import Facts
-from xent.core.call import Call, Dense, Given, Product, Source, TopK, vocabulary_of
+from xent.core.call import Call, Dense, Given, Product, Source, TopK, gathered, vocabulary_of
 from xent.core.chunks import MOST_ROUNDED_SUMS_MLX, rows_per_chunk
 from xent.core.spec import DIFFERENTIABLE, QuantizedWeight
 
@@ -79,16 +79,12 @@ def _input_gradient(grad: mx.array, weight: mx.array | QuantizedWeight) -> mx.ar
 
 def _target_logits(source: Product, hidden: mx.array, target: mx.array) -> mx.array:
     """Return the float32 logits (R,) of each row's target class."""
-    weight = source.weight
-    if isinstance(weight, QuantizedWeight):
-        biases = None if weight.biases is None else weight.biases[target]
-        rows: Any = mx.dequantize(
-            weight.packed[target], weight.scales[target], biases, weight.group_size, weight.bits, weight.mode
-        )
-    else:
-        rows = weight[target]
-    found: mx.array = (hidden.astype(mx.float32) * rows.astype(mx.float32)).sum(-1)
-    return found if source.bias is None else found + source.bias[target].astype(mx.float32)
+    chosen: Any = gathered(source, target)
+    rows = chosen.weight
+    if isinstance(rows, QuantizedWeight):
+        rows = mx.dequantize(*vars(rows).values())
+    logits: mx.array = (hidden.astype(mx.float32) * rows.astype(mx.float32)).sum(-1)
+    return logits if chosen.bias is None else logits + chosen.bias.astype(mx.float32)
 
 
 def _product(hidden: mx.array, columns: mx.array, bias: mx.array | None) -> mx.array:
@@ -97,9 +93,9 @@ def _product(hidden: mx.array, columns: mx.array, bias: mx.array | None) -> mx.a
 
 def _quantized(weight: QuantizedWeight, values: mx.array, transpose: bool) -> mx.array:
     """Return the product of values with the transposed weight, or with the weight."""
-    given = (weight.packed, weight.scales, weight.biases, transpose, weight.group_size, weight.bits, weight.mode)
-    made: mx.array = mx.quantized_matmul(values, *given).astype(values.dtype)
-    return made
+    packed, scales, biases, *form = vars(weight).values()
+    product: mx.array = mx.quantized_matmul(values, packed, scales, biases, transpose, *form).astype(values.dtype)
+    return product
 
 
 class Gradients:

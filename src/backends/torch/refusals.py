@@ -17,7 +17,7 @@ from xent.core.call import (
     Given,
     Largest,
     Probabilities,
-    Product,
+    Source,
     TopK,
     fields_of,
 )
@@ -77,26 +77,22 @@ def named(call: Call, kind: Any = Tensor) -> dict[str, Any]:
     """Return the tensors of a call, or what is of another `kind`, by the caller's names of them."""
     source, target, activation, options, _ = call
     assert not isinstance(target, Largest)
-    found = {"logits": source.logits} if isinstance(source, Given) else _of_product(source, "", "linear_")
+    values = _of_source(source, "logits", "", "linear_")
     if isinstance(target, Dense):
-        teacher = target.source
-        found |= {"teacher": teacher.logits} if isinstance(teacher, Given) else _of_product(teacher, *["teacher."] * 2)
-        found["teacher.ids"] = target.ids
+        values |= _of_source(target.source, "teacher", "teacher.", "teacher.") | {"teacher.ids": target.ids}
     elif isinstance(target, TopK):
-        found |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
-    elif isinstance(target, Probabilities):
-        found["target"] = target.values
+        values |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
     else:
-        found["target"] = target.ids
-        if isinstance(target, Allowed):
-            found |= {"support.ids": target.classes, "support.offsets": target.offsets}
-    found |= fields_of(activation)
-    for name in ("weight", "sample_weight", "normalizer", "label_smoothing", "z_loss"):
-        found[name] = getattr(options, name)
-    return {name: value for name, value in found.items() if isinstance(value, kind)}
+        values["target"] = target.values if isinstance(target, Probabilities) else target.ids
+    if isinstance(target, Allowed):
+        values |= {"support.ids": target.classes, "support.offsets": target.offsets}
+    values |= fields_of(activation) | fields_of(options)
+    return {name: value for name, value in values.items() if isinstance(value, kind)}
 
 
-def _of_product(source: Product, prefix: str, of_weight: str) -> dict[str, Tensor | None]:
+def _of_source(source: Source, logits: str, prefix: str, of_weight: str) -> dict[str, Any]:
+    if isinstance(source, Given):
+        return {logits: source.logits}
     return {f"{prefix}input": source.input, f"{of_weight}weight": source.weight, f"{of_weight}bias": source.bias}
 
 

@@ -143,7 +143,7 @@ def _exchange(call: Call, shards: Shards, count: int, kind: tuple[object, ...]) 
     check = line_checks(row_checks(call, count)[None])
     sample = _sample(array if isinstance(call.source, Given) else call.source.weight, first < 0 and size < 0)
     table = gather(torch.cat((numbers, check, sample)), shards.group).wait().tolist()
-    return [_Stated(row[0], row[1], row[2], row[3], row[4], row[5], row[6:]) for row in table]
+    return [_Stated._make([*row[:6], row[6:]]) for row in table]
 
 
 def _form(value: Any, name: str = "") -> Any:
