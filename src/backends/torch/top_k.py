@@ -31,7 +31,8 @@ __all__ = ["BLOCK", "largest", "top_k"]
 BLOCK = 32
 """The classes of a block."""
 _WORKSPACE = 512 * 2**20  # bytes, on accelerators
-_PARTS_OF_KERNELS = 8  # a chunk of given logits for kernels, which convert nothing, has as many blocks
+_CANDIDATE_BYTES = 32  # of a logit that PyTorch sorts, with its class
+_BLOCKS_OF_KERNELS = 8  # in a chunk of given logits for kernels, which convert nothing
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
@@ -50,10 +51,11 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
     activation = activation._replace(logit_scale=abs(scale))
     selects = LARGEST.get(kernel, _largest)
     if isinstance(source, Given):
-        step = block_rows(source.logits, source.logits.dtype) * (1 if selects is _largest else _PARTS_OF_KERNELS)
+        step = block_rows(source.logits, source.logits.dtype) * (1 if selects is _largest else _BLOCKS_OF_KERNELS)
     else:
         workspace = source.workspace or (None if device.type == "cpu" else _WORKSPACE)
         step = rows_per_chunk(count, max(width, 1), acc.itemsize, workspace, device.type)
+    step = max(min(step, _WORKSPACE // (min(k * BLOCK, max(width, 1)) * _CANDIDATE_BYTES)), 1)
     top = torch.empty(count, min(k, width), dtype=acc, device=device)
     ids, sums = torch.empty_like(top, dtype=torch.int64), list[Tensor]()
     for start in range(0, count if width else 0, step):
