@@ -39,6 +39,7 @@ OLDEST = (
 )
 EXAMPLES = "tests/packaging/test_examples.py"
 GUIDE = "docs/replace.md"
+HEADS = "tests/integrations/test_quantized.py", "tests/mlx/test_mlx_vlm.py"
 LIBRARIES = {
     "XENT_TEST_INTEGRATIONS": "1",
     "HF_HUB_OFFLINE": "1",  # models and data are made in the tests
@@ -307,6 +308,13 @@ def tests_integrations(session: nox.Session) -> None:
     run_pytest(session, "tests/integrations", EXAMPLES, XENT_TEST_BACKENDS="torch", **LIBRARIES)
 
 
+@nox.session(name="tests-heads", default=False)
+def tests_heads(session: nox.Session) -> None:
+    """Run the tests of quantized heads and of models with images, with bitsandbytes, torchao and mlx-vlm."""
+    install(session, "test", "parallel", "mlx-lm", "integrations", "trl", "heads", extras="torch,mlx")
+    run_pytest(session, *HEADS, XENT_TEST_BACKENDS="torch,mlx", **LIBRARIES)
+
+
 @nox.session(name="tests-guide", default=False)
 def tests_guide(session: nox.Session) -> None:
     """Run the guide docs/replace.md with the losses that it replaces, in Triton's interpreter if there is no GPU."""
@@ -353,7 +361,7 @@ def tests_deepspeed(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Run all tests: those that are marked `full`, and the products of what the matrix covers in pairs and triples."""
     os.environ["XENT_TEST_FULL"] = "1"
-    for name in ("tests", "tests-triton", "tests-guide"):
+    for name in ("tests", "tests-triton", "tests-guide", "tests-heads"):
         session.notify(name)
 
 

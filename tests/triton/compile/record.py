@@ -20,10 +20,11 @@ from triton.experimental.gluon.language.nvidia import hopper as instructions
 
 import xent
 from xent.backends.torch import planned
-from xent.backends.triton import TritonBackend, launches, machine
+from xent.backends.triton import TritonBackend, largest, launches, machine
 from xent.backends.triton.hopper import products
 from xent.command.check.case import Case, make_inputs, placed
 from xent.command.check.run import FUNCTIONS, cases_of
+from xent.core.call import Activation
 
 __all__ = ["Launch", "check_cases", "hopper", "rebuilt", "record"]
 
@@ -73,6 +74,9 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
             _call_hopper()
             with patch.object(products, "off", lambda *_: None):  # the kernel that joins the products' sums
                 _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
+        for dtype in (torch.bfloat16, torch.float32):
+            for k in (3, 64):
+                largest.largest(torch.zeros(2, 5000, dtype=dtype), k, Activation())
         with _alone() as group:
             for case in IN_SHARDS:
                 _call(case, vocab_parallel=xent.VocabParallel(group, first=0, size=case.vocabulary))
