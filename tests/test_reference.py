@@ -94,6 +94,7 @@ def defined(logits: list[float], target: int, allowed: set[int], options: dict[s
         "log_sum_sq_probs": math.log(sum(each**2 for each in p.values())),
         "mean_logit": sum(x.values()) / len(x),
         "accuracy": float(best == target),
+        "rank": sum(value > x.get(target, -math.inf) for value in x.values()),
     }
 
 
@@ -115,7 +116,7 @@ def test_log_probabilities_equal_their_definition(function: str, shift: int, nam
         there, row = place + shift, sequence * 7 + place + shift
         target = inputs.target[sequence, there] if there < 7 else -100
         if target == inputs.options.get("ignore_index", -100) or there >= 7:
-            expected = dict.fromkeys(found, 0.0) | {"predictions": -1}
+            expected = dict.fromkeys(found, 0.0) | {"predictions": -1, "rank": -1}
         else:
             allowed = set(range(11))
             if support is not None:

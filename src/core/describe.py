@@ -86,7 +86,7 @@ those passed have valid values."""
 
 def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
     """Describe a call of `xent.cross_entropy` or `xent.linear_cross_entropy`."""
-    framework, given = _checked(arguments, passed, STAT_NAMES, STAT_NAMES[:0])
+    framework, given = _checked(arguments, passed, STAT_NAMES, ())
     shards = _shards(framework, given, "input" in given)
     heads = len(given["shift"]) if isinstance(given["shift"], tuple) else None
     source, rows, axis, vocabulary = _source(given, passed, shards, heads)
@@ -123,7 +123,7 @@ def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
 def describe_divergence(arguments: Arguments, passed: Collection[str]) -> Call:
     """Describe a call of `xent.divergence` or `xent.linear_divergence`."""
     _check_teacher(arguments["teacher"])
-    framework, given = _checked(arguments, passed, DIVERGENCE_STATS, STAT_NAMES[:0])
+    framework, given = _checked(arguments, passed, DIVERGENCE_STATS, ())
     shards = _shards(framework, given, False)
     if shards is not None and isinstance(given["teacher"], Subset):
         raise ValueError(NO_SUBSET)

@@ -67,12 +67,15 @@ _NONE: Any = None
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients of a call's results: (N,), that of a reduced loss 0-d; None for results not used."""
+    """The upstream gradients of a call's results: (N,), that of a reduced loss 0-d; None for results not used.
 
-    loss: Tensor | None = None
-    lse: Tensor | None = None
-    nll: Tensor | None = None
-    entropy: Tensor | None = None
+    Of a plan it has flags: whether there are such gradients.
+    """
+
+    loss: Any = None
+    lse: Any = None
+    nll: Any = None
+    entropy: Any = None
 
 
 class Setting(NamedTuple):
@@ -352,7 +355,7 @@ def exact(call: Call) -> bool:
 STEPS: dict[str, Callable[[Setting], Steps]] = {}
 """Backend -> the function that starts the steps of a call."""
 
-CONSTANTS: dict[str, Callable[[Any, tuple[bool, ...] | None], Any]] = {}
+CONSTANTS: dict[str, Callable[[Any, Upstream | None], Any]] = {}
 """Backend -> its function (plan, which upstream gradients there are; None in a forward pass) that decides, once for a
 plan, what does not depend on values. A backend without one decides nothing."""
 

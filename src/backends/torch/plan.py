@@ -105,10 +105,10 @@ class Plan:
         decide = CONSTANTS.get(self.kernel)
         if decide is None:
             return None
-        given = None if upstream is None else tuple([gradient is not None for gradient in upstream])
-        if given not in self._constants:
-            self._constants[given] = decide(self, given)
-        return self._constants[given]
+        there = None if upstream is None else Upstream(*[gradient is not None for gradient in upstream])
+        if there not in self._constants:
+            self._constants[there] = decide(self, there)
+        return self._constants[there]
 
 
 def leaves_of(call: Call) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import CONSTANTS, Part, Setting, smooths
+from xent.backends.torch.contract import CONSTANTS, Part, Setting, Upstream, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.plan import Plan
@@ -40,12 +40,12 @@ _NO_LIMIT = 2**62
 class Decisions:
     """What the steps of a plan decide once: the constants of kernels, and kernels with constants that they share."""
 
-    def __init__(self, plan: Plan, upstream: tuple[bool, ...] | None) -> None:
+    def __init__(self, plan: Plan, upstream: Upstream | None) -> None:
         """`upstream`: which upstream gradients there are; None in a forward pass."""
         call = plan.call
         options, activation, target = call.options, call.activation, call.target
-        statistics = upstream is not None and any(upstream[1:])
-        of_entropy = upstream is not None and upstream[-1]
+        of_entropy = upstream is not None and upstream.entropy
+        statistics = upstream is not None and (upstream.lse or upstream.nll or of_entropy)
         self.stats = stats = options.stats if upstream is None else ()
         """The statistics that are computed."""
         self.way = Way(

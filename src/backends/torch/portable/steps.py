@@ -86,7 +86,7 @@ class PortableSteps(Steps):
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
         compares = not self.met and self.setting.call.shards is not None
-        names = SECOND if self.met else self.facts.names[:-2] if compares else self.facts.names
+        names = SECOND if self.met else tuple([name for name in self.facts.names if name not in ("check", "range")])
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
                 some = self._kind(facts, piece)
@@ -99,11 +99,12 @@ class PortableSteps(Steps):
             self.write_checks(block, part, sums)
 
     def write_checks(self, block: Block, part: Part, sums: Tensor) -> None:
-        """Write the last two sums of a block, which ranks compare."""
+        """Write the sums of a block that ranks compare."""
         assert self.facts.check is not None
-        first, bits = self.setting.first, sums[-2:].view(_integers_of(sums))
-        bits[0].copy_(self.facts.check[index_of(part, block.start, block.start + sums.shape[1])])
-        bits[1].fill_(range_check(first, first + self.setting.width))
+        names, first, bits = self.facts.names, self.setting.first, sums.view(_integers_of(sums))
+        rows = index_of(part, block.start, block.start + sums.shape[1])
+        bits[names.index("check")].copy_(self.facts.check[rows])
+        bits[names.index("range")].fill_(range_check(first, first + self.setting.width))
 
     def invalidate(self, index: Index, wrong: Tensor) -> None:
         """Make loss and gradient NaN in those of some rows of the call that are `wrong`, (R,) bool."""

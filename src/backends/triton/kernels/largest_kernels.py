@@ -6,7 +6,7 @@ import triton.language as tl
 from xent.backends.triton.kernels.algebra import exp, tanh
 from xent.backends.triton.launches import kernel
 
-__all__ = ["maxima_kernel", "select_largest_kernel"]
+__all__ = ["maxima_kernel", "select_largest_kernel", "sortable"]
 
 
 @kernel
