@@ -18,6 +18,7 @@ def test_text_occurs_once_and_tests_exist(fault: Fault) -> None:
     assert fault.new != fault.old
 
 
+@pytest.mark.full("tests/planted_faults.py")
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in SAMPLE], ids=lambda fault: fault.name)
 def test_fault_is_found(fault: Fault) -> None:
     assert is_found(fault)

@@ -50,6 +50,7 @@ class Deadly:
         os.kill(os.getpid(), signal.SIGKILL) if self.code is None else os._exit(self.code)
 
 
+@pytest.mark.full("src/command/")
 def test_a_process_that_ends_is_a_failed_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
