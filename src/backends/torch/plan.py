@@ -105,10 +105,10 @@ class Plan:
         decide = CONSTANTS.get(self.kernel)
         if decide is None:
             return None
-        there = None if upstream is None else Upstream(*[gradient is not None for gradient in upstream])
-        if there not in self._constants:
-            self._constants[there] = decide(self, there)
-        return self._constants[there]
+        flags = None if upstream is None else Upstream(*[gradient is not None for gradient in upstream])
+        if flags not in self._constants:
+            self._constants[flags] = decide(self, flags)
+        return self._constants[flags]
 
 
 def leaves_of(call: Call) -> tuple[Any, ...]:

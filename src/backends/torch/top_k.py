@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import LARGEST, Part, Setting, wide
-from xent.backends.torch.memory import block_rows
+from xent.backends.torch.memory import Rows, block_rows
 from xent.backends.torch.plan import compute_of
 from xent.backends.torch.portable.rows import activate, ordered
 from xent.backends.torch.prepare import prepare, rows_of
@@ -32,7 +32,7 @@ BLOCK = 32
 """The classes of a block."""
 _WORKSPACE = 512 * 2**20  # bytes, on accelerators
 _CANDIDATE_BYTES = 32  # of a logit that PyTorch sorts, with its class
-_BLOCKS_OF_KERNELS = 8  # in a chunk of given logits for kernels, which convert nothing
+_BLOCKS_OF_KERNELS = 8  # in a chunk of given logits that kernels read without a copy
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
@@ -51,7 +51,9 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
     activation = activation._replace(logit_scale=abs(scale))
     selects = LARGEST.get(kernel, _largest)
     if isinstance(source, Given):
-        step = block_rows(source.logits, source.logits.dtype) * (1 if selects is _largest else _BLOCKS_OF_KERNELS)
+        step = block_rows(source.logits, source.logits.dtype)
+        if selects is not _largest and scale > 0 and Rows(source.logits).are_direct:
+            step *= _BLOCKS_OF_KERNELS
     else:
         workspace = source.workspace or (None if device.type == "cpu" else _WORKSPACE)
         step = rows_per_chunk(count, max(width, 1), acc.itemsize, workspace, device.type)

@@ -42,16 +42,16 @@ def _maxima(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     return of_blocks, sums
 
 
-def _selected(values: Tensor, k: int, blocks: Tensor | None = None) -> Tensor:
-    """Return the places (R, k), in ascending order, of the k largest values (R, M), the first among equals.
+def _selected(logits: Tensor, k: int, blocks: Tensor | None = None) -> Tensor:
+    """Return the places (R, k), in ascending order, of the k largest logits (R, M), the first among equals.
 
-    `blocks` (R, k): only values in these blocks are looked at.
+    `blocks` (R, k): only logits in these blocks are looked at.
     """
-    (rows, count), width = values.shape, 1 if blocks is None else BLOCK
-    places = torch.empty(rows, k, dtype=torch.int64, device=values.device)
+    (rows, count), width = logits.shape, 1 if blocks is None else BLOCK
+    places = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     size = next_power_of_2(count if blocks is None else k * BLOCK)
-    constants = {"SIZE": size, "WIDTH": width, "BITS": 16 if values.dtype == torch.bfloat16 else 32}
-    arguments = values, values.stride(0), count, k, blocks, places
+    constants = {"SIZE": size, "WIDTH": width, "BITS": 16 if logits.dtype == torch.bfloat16 else 32}
+    arguments = logits, logits.stride(0), count, k, blocks, places
     launch(select_largest_kernel, rows, arguments, constants, num_warps=max(size // 2048, 2))
     return places
 

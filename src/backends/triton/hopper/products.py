@@ -211,9 +211,9 @@ def _probe(device: torch.device, scaled: bool, capped: bool, with_entropy: bool)
     if with_entropy:
         of_x = of_x - p * (log_p + entropy[:, None])
     expected = [-(log_p * target).sum(-1), *([entropy] if with_entropy else [])]
-    pairs = [(result, right * counts, 1e-4) for result, right in zip(results, expected, strict=True)]
+    pairs = [(result, plain * counts, 1e-4) for result, plain in zip(results, expected, strict=True)]
     of_z = of_x * slope * counts[:, None]
-    for some in (target, 1 - target):  # gradients of targets are much larger than those of other classes
-        pairs.append((grad[:, :603] * some, of_z * some, 1e-2))
-    agree = all(bool(((got - right).abs() <= close * right.abs().max()).all()) for got, right, close in pairs)
+    for classes in (target, 1 - target):  # gradients of targets are much larger than those of other classes
+        pairs.append((grad[:, :603] * classes, of_z * classes, 1e-2))
+    agree = all(bool(((own - plain).abs() <= close * plain.abs().max()).all()) for own, plain, close in pairs)
     return None if runs and agree else "its results differ from PyTorch's"

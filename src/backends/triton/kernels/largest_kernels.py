@@ -56,17 +56,17 @@ def sortable(x, BITS: tl.constexpr):
 
 @kernel
 def select_largest_kernel(
-    values,  # (R, M)
+    logits,  # (R, M)
     row_stride: "i64",
     count: "i32",  # M
     k: "i32",
-    blocks,  # (R, k) int64: the blocks of WIDTH values to look at; None for all
+    blocks,  # (R, k) int64: the blocks of WIDTH logits to look at; None for all
     places,  # (R, k) int64: written in ascending order
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Select the k largest values of one row, the first among equals."""
+    """Select the k largest logits of a row, the first among equals."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     inside = place < count
@@ -74,10 +74,10 @@ def select_largest_kernel(
         inside = place < k * WIDTH
         place = tl.load(blocks + row * k + place // WIDTH, mask=inside, other=0) * WIDTH + place % WIDTH
         inside = inside & (place < count)
-    x = tl.load(values + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(logits + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
     LEAST: tl.constexpr = -(2 ** (BITS - 1))
     key = tl.where(inside, sortable(x, BITS), LEAST)
-    # The largest threshold that k values reach, bit by bit.
+    # The largest threshold that k logits reach, bit by bit.
     threshold = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, LEAST)
     for step in range(BITS - 1):
         higher = threshold + (1 << (BITS - 2 - step))
