@@ -449,6 +449,11 @@ FAULTS = [
         "times(excess, e_y / total) - gamma * (rest / total)", (MATRIX, "-k", "smoothing"), "triton",
     ),
     Fault(
+        "kernel: ignored rows divide a mean", KERNELS + "rows_kernel.py",
+        "divisor = tl.sum(tl.where(wrong, 0.0, weight), 0)", "divisor = count.to(tl.float32)",
+        (MATRIX, "-k", "mean"), "triton",
+    ),
+    Fault(
         "kernel: softcap not differentiated", KERNELS + "rows_kernel.py",
         "g *= slope(z, activation, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
     ),

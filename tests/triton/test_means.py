@@ -6,6 +6,7 @@ import torch
 import xent
 from tests.covering import dealt
 from tests.targets import Target
+from xent.backends.triton.kernels.rows_kernel import MOST_COUNTED
 
 V = 37
 
@@ -18,6 +19,29 @@ def test_many_rows(target: Target) -> None:
     classes[3 : 4090 if target.interpreted else 900] = -100
     found = xent.linear_cross_entropy(hidden, weight, classes, backend=target.name)
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(hidden @ weight.t(), classes))
+
+
+@pytest.mark.parametrize(
+    ("function", "count"), [("cross_entropy", 1), ("cross_entropy", MOST_COUNTED), ("linear_cross_entropy", 5)]
+)
+def test_rows_counted_by_each_program(
+    target: Target, count: int, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as with a divisor from its own launch; on a GPU with an invalid target, which does not count."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(count, 5)] if function == "cross_entropy" else [(count, 4), (5, 4)]
+    leaves = [torch.randn(shape, generator=generator).to(target.device).requires_grad_() for shape in shapes]
+    classes = torch.randint(5, (count,), generator=generator)
+    classes[torch.rand(count, generator=generator) < 0.3] = -100
+    if not target.interpreted and count > 1:
+        classes[1] = 7
+    classes, results = classes.to(target.device), []
+    for most in (count, 0):
+        monkeypatch.setattr("xent.backends.triton.inputs.MOST_COUNTED", most and MOST_COUNTED)
+        loss = getattr(xent, function)(*leaves, classes, backend=target.name)
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for counted, divided in zip(*results, strict=True):
+        torch.testing.assert_close(counted, divided, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ def gradient_like(logits: Tensor) -> Tensor:
 
     Vector loads and stores of rows that are not aligned to 16 bytes need the same alignment in logits and gradient.
     """
-    if logits.is_contiguous() or 4 * _extent(logits) > 5 * math.prod(logits.shape) or overlaps(logits):
+    if logits.is_contiguous():
+        return torch.empty_like(logits)
+    if 4 * _extent(logits) > 5 * math.prod(logits.shape) or overlaps(logits):
         return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
 

@@ -15,6 +15,7 @@ from xent.backends.torch.memory import cast
 from xent.backends.torch.plan import Plan
 from xent.backends.torch.portable.rows import impossible, options_of_float16, weights_of
 from xent.backends.torch.refusals import check_targets
+from xent.backends.triton.kernels.rows_kernel import MOST_COUNTED
 from xent.backends.triton.kernels.sums import divisor_kernel
 from xent.backends.triton.launches import (
     Columns,
@@ -129,9 +130,24 @@ class Inputs:
         """() int64: the number of rows with a target; None if no statistic needs it."""
         if decisions.counts:
             self.counted = torch.empty((), dtype=torch.int64, device=self.device)
-        if mean or setting.in_float16 or decisions.counts:
-            rows = rows._replace(divisor=self._divisor(rows, options.normalizer if mean else 1.0))
+        self.divides = mean or setting.in_float16 or decisions.counts
+        alike = isinstance(target, Classes) and weight is options.sample_weight is options.normalizer is None
+        self.counts = mean and alike and self.count <= MOST_COUNTED and not (setting.in_float16 or decisions.counts)
+        """Whether `rows_kernel` counts the rows that divide a mean, and needs no divisor."""
         self.rows = rows
+        """With the divisor, unless `counts`."""
+        if self.divides and not self.counts:
+            self.rows = rows._replace(divisor=self._divisor(rows, options.normalizer if mean else 1.0))
+        self._divided: Rows | None = None
+
+    @property
+    def divided(self) -> Rows:
+        """The group of rows with the divisor of a mean."""
+        if not self.counts:
+            return self.rows
+        if self._divided is None:
+            self._divided = self.rows._replace(divisor=self._divisor(self.rows, None))
+        return self._divided
 
     def _divisor(self, rows: Rows, normalizer: Any) -> Tensor:
         """Return `Rows.divisor`. The same launch writes `counted`."""
@@ -158,15 +174,19 @@ class Inputs:
         )
         return divisor
 
-    def rows_of(self, part: Part, start: int = 0) -> tuple[Rows, int, Any]:
+    def rows_of(self, part: Part, start: int = 0, counts: bool = False) -> tuple[Rows, int, Any]:
         """Return the group of rows for a launch on rows of a part from `start` on, and the index of the first one.
 
         The index counts in `Rows.order`, or in the order of the call. The third value is the kind of the launch.
+        `counts`: whether the kernel needs no divisor if `self.counts`.
         """
-        order = part.rows
+        order, rows = part.rows, self.rows
+        kind: Any = self.kind
+        if self.counts:
+            rows, kind = (rows, (kind, counts)) if counts else (self.divided, kind)
         if order is None:
-            return self.rows, part.start + start, self.kind
-        return self.rows._replace(order=order), start, (self.kind, order.data_ptr() % 16 == 0)
+            return rows, part.start + start, kind
+        return rows._replace(order=order), start, (kind, order.data_ptr() % 16 == 0)
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.

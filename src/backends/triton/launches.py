@@ -143,6 +143,8 @@ class Way(NamedTuple):
     """Whether exponents subtract the reference before they multiply: for float32 logits, and sums that are merged."""
     quick: bool = False
     """Whether a softcap may have a small error, see `activate`."""
+    counts: bool = False
+    """Whether each program counts the rows that divide a mean, see `rows_kernel`."""
     folds: bool = False
     """Whether the gradient's factor may go into the exponent."""
     grouped: bool = False

@@ -74,7 +74,7 @@ class TritonSteps:
     def select(self, source: Any, part: Part) -> Loaded:
         """Return the hidden states of a part and its target logits, in one launch."""
         inputs = self.inputs
-        target, (rows, start, kind) = self.setting.call.target, inputs.rows_of(part)
+        target, (rows, start, kind) = self.setting.call.target, inputs.rows_of(part, counts=True)
         count, hidden, weight, bias = part.stop - part.start, source.hidden, source.weight, source.bias
         size = hidden.shape[1]
         rounded = source.compute.itemsize == 2 and isinstance(target, (Classes, Allowed)) and weight is not None
@@ -91,7 +91,7 @@ class TritonSteps:
                 *(inputs.ignore_index, inputs.limit, self.setting.first, self.setting.width, size),
             )
         # Rows without a gradient still have statistics, which need their real hidden states.
-        apart = inputs.stats and (rows.sample_weight is not None or rows.divisor is not None)
+        apart = inputs.stats and (rows.sample_weight is not None or inputs.divides)
         hidden = source.select(part) if trained is None or apart else trained
         return Loaded(part, hidden, hidden if trained is None else trained, target_logits, checks)
 
@@ -118,7 +118,7 @@ class TritonSteps:
             programs, words = some.number * parts, None
             if parts > 1:
                 words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=inputs.device)
-            rows, start, kind = inputs.rows_of(part, some.start)
+            rows, start, kind = inputs.rows_of(part, some.start, counts=True)
             # Programs that run one after the other cannot wait for each other.
             for grad in (None, some.grad) if in_turn and words is not None else (some.grad,):
                 if in_turn and words is not None:
@@ -136,9 +136,10 @@ class TritonSteps:
         itemsize, launches = some.logits.itemsize, inputs.decisions.launches
         half, writes, width = itemsize == 2, some.grad is not None, self.setting.vocabulary
         quick = inputs.quick(half)
-        key = "rows", some.layout, itemsize, writes, saves, quick
+        key = "rows", some.layout, itemsize, writes, saves, quick, inputs.counts
         if key not in launches:
             more = {"exact": not half, "quick": quick, "folds": half and not inputs.way.of_entropy}
+            more["counts"] = inputs.counts
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
                 size = min(next_power_of_2(width), _GIVEN_BLOCK)
                 way, share, options = in_blocks(width, some, inputs.way, size, max(size // 256, 1), **more)

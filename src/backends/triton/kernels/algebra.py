@@ -35,6 +35,7 @@ __all__ = [
     "NOWHERE",
     "activate",
     "activation_of",
+    "divisors_of",
     "exp",
     "exponent",
     "finish",
@@ -275,7 +276,16 @@ def activation_of(row, inside, rows, numbers):
 
 
 @triton.jit
-def gradient_factor(row, inside, a, invalid, rows, upstreams, way: tl.constexpr):
+def divisors_of(rows):
+    """Return the divisor D of a mean, and that of gradients, see `Rows.divisor`; None and None without one."""
+    if rows.divisor is None:
+        return None, None
+    else:
+        return tl.load(rows.divisor), tl.load(rows.divisor + 1)
+
+
+@triton.jit
+def gradient_factor(row, inside, a, invalid, divisor, upstreams, way: tl.constexpr):
     """Return whether a row's loss and gradient are 0, and r; NaN for an invalid target.
 
     With upstream gradients of statistics, the loss has none if `upstreams.loss` is None. A row whose loss is 0 then has
@@ -283,10 +293,9 @@ def gradient_factor(row, inside, a, invalid, rows, upstreams, way: tl.constexpr)
     """
     excluded = (a == 0) & ~invalid
     r = a
-    if rows.divisor is not None:
-        d = tl.load(rows.divisor + 1)
-        excluded = (tl.where(d == 0, 0.0, a) == 0) & ~invalid
-        r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + a * 0)
+    if divisor is not None:
+        excluded = (tl.where(divisor == 0, 0.0, a) == 0) & ~invalid
+        r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + a * 0)
     r = tl.where(invalid, float("nan"), r)
     if upstreams.loss is not None:
         r *= of_row(upstreams.loss, row, inside, 0.0)
@@ -297,7 +306,7 @@ def gradient_factor(row, inside, a, invalid, rows, upstreams, way: tl.constexpr)
 
 @triton.jit
 def finish(
-    rows, row, inside, facts, excluded, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams,
+    divisor, row, inside, facts, excluded, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams,
     numbers, activation, way: tl.constexpr, BARRED: tl.constexpr = False,
 ):  # fmt: skip
     """Record the results of rows. Return factor, log_factor, delta, the gradient of the target's raw logit, and gamma.
@@ -347,7 +356,7 @@ def finish(
         surprise = all_q * log_sum + given[0]
     surprise = tl.where(invalid, float("nan"), surprise)
     right = tl.where((found == y) & ~invalid, 1.0, 0.0)
-    loss, z_part = of_mean(a * cost, row, rows), of_mean(a * squared, row, rows)
+    loss, z_part = of_mean(a * cost, row, divisor), of_mean(a * squared, row, divisor)
     made = loss, lse, surprise, entropy, found, right, z_part, of_squares, mean_logit
     for index in tl.static_range(9):
         skipped = excluded if index == 0 or index == 6 else ignored  # of the loss and its z-loss
@@ -384,10 +393,10 @@ def finish(
 
 
 @triton.jit
-def of_mean(value, row, rows):
+def of_mean(value, row, divisor):
     """Return what the loss of a row adds to a mean: 0 if the divisor is 0."""
-    if rows.divisor is not None:
-        d = tl.load(rows.divisor + row * 0)  # of the shape of the value
+    if divisor is not None:
+        d = divisor + (row * 0).to(tl.float32)  # of the shape of the value
         value = tl.where(d == 0, 0.0, tl.div_rn(value, tl.where(d == 0, 1.0, d)))
     return value
 

@@ -27,6 +27,7 @@ from xent.backends.triton.kernels.algebra import (
     LOG2E,
     NOWHERE,
     activate,
+    divisors_of,
     exp,
     exponent,
     finish,
@@ -161,7 +162,7 @@ def top_k_kernel(
             found += gap(left, p_left, tl.where(left == 0, 0.0, log_left - tl.log(left))) + (mass + left - 1)
         else:
             found = -tl.sum(tl.where(known, q * u, 0.0), 0)
-        record(results.loss, row, None, of_mean(found * a, row, rows))
+        record(results.loss, row, None, of_mean(found * a, row, divisors_of(rows)[0]))
         if ENTROPY:
             surprise = (below + s * (m - m_others)) * factor_others + tl.sum(times(e_k, m - x_k), 0)
             record(results.entropy, row, None, surprise / total + log_total)
@@ -261,7 +262,8 @@ def support_kernel(
         rest = tl.where(wrong, nan, rest)  # and with it all results
         level = tl.where(wrong, nan, level / tl.maximum(size, 1))
         factor, log_factor, _delta, g_y, _gamma = finish(
-            rows, row, None, facts, excluded, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares), exponent(x_y, m, True),
+            divisors_of(rows)[0], row, None, facts, excluded, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares),
+            exponent(x_y, m, True),
             level, found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum

@@ -29,6 +29,7 @@ import triton.language as tl
 from xent.backends.triton.kernels.algebra import (
     activate,
     activation_of,
+    divisors_of,
     exp,
     finite,
     gradient_factor,
@@ -86,7 +87,7 @@ def begin(
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
     facts = row_facts(row, None, rows, ignore_index, limit)
-    excluded, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams, way)
+    excluded, r = gradient_factor(row, None, facts[1], facts[3], divisors_of(rows)[1], upstreams, way)
     source = logits + position(here, inner, outer, stride, way.grouped)
     place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
     if not way.ragged:
@@ -366,7 +367,7 @@ def divergence_kernel(
                     loss, total = tl.sum(found, 0) + unknown, tl.sum(pulls, 0) + unknown
                     if WHOLE:
                         pull = total
-                        record(results.loss, row, None, of_mean(loss * a, row, rows))
+                        record(results.loss, row, None, of_mean(loss * a, row, divisors_of(rows)[0]))
                         record(results.entropy, row, None, tl.sum(surprise, 0) + tl.log(z_p))
                     else:
                         tl.store(sums + here, loss)

@@ -34,6 +34,7 @@ from xent.backends.triton.kernels.algebra import (
     NOWHERE,
     activate,
     activation_of,
+    divisors_of,
     exponent,
     finish,
     finite,
@@ -52,7 +53,7 @@ from xent.backends.triton.kernels.fold import fetch, fill, first_loads, line_of,
 from xent.backends.triton.kernels.sums import EXCLUDED, put
 from xent.backends.triton.launches import kernel
 
-__all__ = ["TAG", "WORDS", "gradient_kernel", "rows_kernel"]
+__all__ = ["MOST_COUNTED", "TAG", "WORDS", "gradient_kernel", "rows_kernel"]
 
 
 @triton.jit
@@ -180,6 +181,10 @@ WORDS = 8
 TAG = 1 << 32
 """The tag of a word that was published, above the 32 bits of its number."""
 
+MOST_COUNTED = 1024
+"""The largest number of rows that each program counts for the divisor of a mean."""
+
+_MOST_COUNTED = tl.constexpr(MOST_COUNTED)
 _WORDS = tl.constexpr(WORDS)
 _TAG = tl.constexpr(TAG)
 
@@ -308,7 +313,14 @@ def rows_kernel(
         w_y = 1.0 if rows.class_weight is None else tl.load(rows.class_weight + y_long)
         true = y
     activation = activation_of(row, None, rows, numbers)
-    excluded, r = gradient_factor(row, None, a, invalid, rows, upstreams, way)
+    if way.counts:
+        each = tl.arange(0, _MOST_COUNTED)
+        _y, weight, _ignored, wrong = row_facts(each, each < count, rows, ignore_index, vocabulary)
+        divisor = tl.sum(tl.where(wrong, 0.0, weight), 0)
+        of_gradient = divisor
+    else:
+        divisor, of_gradient = divisors_of(rows)
+    excluded, r = gradient_factor(row, None, a, invalid, of_gradient, upstreams, way)
     # The classes of this program, and the target among them.
     part = program % way.parts
     cut = part * share
@@ -351,7 +363,7 @@ def rows_kernel(
         elif way.smoothed and rows.class_weight is not None:
             total_weight = tl.load(rows.total_weight)
         factor, log_factor, delta, g_y, gamma = finish(
-            rows, row, None, (true, a, ignored, invalid), excluded, r, w_y, z_y, m,
+            divisor, row, None, (true, a, ignored, invalid), excluded, r, w_y, z_y, m,
             (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
             (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, activation, way,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from xent.backends.triton.kernels.algebra import (
     NOWHERE,
     activate,
     activation_of,
+    divisors_of,
     exp,
     finish,
     finite,
@@ -231,11 +232,12 @@ def finish_kernel(
         put(saved + row, saved_row, inside, values, columns)
 
     rest, below, weights, mixed, squares, deficit, _counted = merged
-    excluded, r = gradient_factor(row, inside, a, invalid, rows, upstreams, way)
+    divisor, of_gradient = divisors_of(rows)
+    excluded, r = gradient_factor(row, inside, a, invalid, of_gradient, upstreams, way)
     distance = x_y - m
     total = rest, below - times(w_y, distance), weights + w_y, mixed * LOG2E, squares
     factor, log_factor, delta, g_y, _gamma = finish(
-        rows, row, inside, (y, a, ignored, invalid), excluded, r, w_y, z_y, m, total, distance * LOG2E,
+        divisor, row, inside, (y, a, ignored, invalid), excluded, r, w_y, z_y, m, total, distance * LOG2E,
         m - deficit / vocabulary.to(tl.float32), found, None, results, upstreams,
         numbers_of(rows, vocabulary, numbers), activation, way,
     )  # fmt: skip
