@@ -163,7 +163,8 @@ FAULTS = [
     ),
     Fault(
         "rows in the wrong order", "backends/torch/contract.py",
-        "self._order = skippable.argsort(stable=True)", "self._order = skippable.logical_not().argsort(stable=True)",
+        "return skippable.argsort(stable=True), (~skippable).sum()",
+        "return skippable.logical_not().argsort(stable=True), (~skippable).sum()",
         (SKIPPED, MATRIX, "-k", "ignore_index or ignored"),
     ),
     Fault(
@@ -447,6 +448,11 @@ FAULTS = [
         "kernel: smoothing at the target", KERNELS + "algebra.py",
         "times(excess, e_y / total) - gamma * (rest / total) - delta * w_y",
         "times(excess, e_y / total) - gamma * (rest / total)", (MATRIX, "-k", "smoothing"), "triton",
+    ),
+    Fault(
+        "kernel: rows in the wrong order", KERNELS + "sums.py",
+        "tl.where(skipped, count - 1 - (row - before), before), row, mask", "before, row, mask",
+        (SKIPPED, "-k", "triton"), "triton",
     ),
     Fault(
         "kernel: ignored rows divide a mean", KERNELS + "rows_kernel.py",

@@ -58,6 +58,7 @@ __all__ = [
     "Upstream",
     "columns",
     "exact",
+    "partitioned",
     "smooths",
     "wide",
 ]
@@ -155,12 +156,12 @@ class Schedule:
         on_cuda = device == "cuda" and setting.count > step and not torch.cuda.is_current_stream_capturing()
         skips, shards = skips and setting.count > 0 and (on_cuda or device == "cpu"), setting.call.shards
         gathers = skips and shards is not None and not (setting.upstream is not None and steps.saves)
-        skippable = steps.skippable() if skips else None
-        if gathers and skippable is None:
-            skippable = torch.zeros(setting.count, dtype=torch.bool, device=setting.device)
-        if skippable is None:
+        partition = steps.partition() if skips else None
+        if gathers and partition is None:
+            partition = partitioned(torch.zeros(setting.count, dtype=torch.bool, device=setting.device))
+        if partition is None:
             return
-        count = (~skippable).sum()
+        order, count = partition
         if gathers and shards is not None:
             from xent.backends.torch.shards.collectives import gather
 
@@ -174,7 +175,7 @@ class Schedule:
         else:
             self.count = int(count)
         if on_cuda or self.count < self._all:
-            self._order = skippable.argsort(stable=True)
+            self._order = order
 
     @property
     def rows(self) -> int:
@@ -205,6 +206,11 @@ class Schedule:
                 self.count, self._awaited = int(on_host), None
                 if self.count == self._all:
                     self._order = None  # all rows in the call's order, because the partition is stable
+
+
+def partitioned(skippable: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `Steps.partition` for rows (N,) bool to leave out."""
+    return skippable.argsort(stable=True), (~skippable).sum()
 
 
 class Block(NamedTuple):
@@ -260,10 +266,11 @@ class Steps(Protocol):
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
 
-    def skippable(self) -> Tensor | None:
-        """Return which rows (N,) bool need no work, so that their results are 0 and the loop leaves them out.
+    def partition(self) -> tuple[Tensor, Tensor] | None:
+        """Return the rows (N,) int64, first those to compute, in order, and () int64: their number.
 
-        None if the host knows that there are none. Never called on an accelerator while a graph is traced or captured.
+        The loop leaves out the others, whose results are 0. None if the host knows that there are none. Never called on
+        an accelerator while a graph is traced or captured.
         """
 
     def select(self, source: Any, part: Part) -> Loaded:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import SCALES, STEPS, Block, Loaded, Part, Setting, Steps
-from xent.backends.torch.memory import cast, is_dense
+from xent.backends.torch.memory import is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
 from xent.backends.triton import targets
@@ -19,7 +19,7 @@ from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.fold import fold_kernel
 from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel, rows_kernel
-from xent.backends.triton.kernels.sums import finish_kernel, scale_kernel, select_kernel
+from xent.backends.triton.kernels.sums import finish_kernel, partition_kernel, scale_kernel, select_kernel
 from xent.backends.triton.launches import Columns, Launch, Results, cdiv, is_interpreted, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
 from xent.core.call import Allowed, Classes, Dense, Probabilities, TopK
@@ -33,6 +33,7 @@ _BLOCK_BYTES = 4096  # of the gradient, and of tiles
 _GRADIENT_BLOCKS = 4  # blocks of a program
 _GIVEN_BLOCK = 2048  # classes with probabilities
 _FINISHED = 64  # rows of a program of `finish_kernel`
+_PARTITIONED = 4096  # rows of a block
 _SCALED = 4096  # elements of a block
 _SCALE = Launch(scale_kernel, {"BLOCK": _SCALED}, num_warps=8)
 _NOT_GIVEN = (None, 0, 0, 0, 0, None)
@@ -56,20 +57,17 @@ class TritonSteps:
             }
             inputs.recorded = Results(**memory)
 
-    def skippable(self) -> Tensor:
-        """Return the rows to leave out, whose results are set before."""
+    def partition(self) -> tuple[Tensor, Tensor]:
+        """Return the partition of rows, in one launch, which also writes the results of those to leave out."""
         inputs = self.inputs
-        ids, weight = inputs.rows.target, inputs.rows.sample_weight
-        skippable = torch.zeros(inputs.count, dtype=torch.bool, device=inputs.device)
-        valid = ~skippable
-        if ids is not None:
-            ids = cast(ids, torch.int64)
-            skippable, valid = ids == inputs.ignore_index, (ids >= 0) & (ids < inputs.limit)
-        if weight is not None and not inputs.way.all_rows:
-            skippable |= (weight == 0) & valid
-        for name, _ in inputs.decisions.recorded:
-            getattr(inputs.recorded, name).fill_(-1 if name == "predictions" else 0)
-        return skippable
+        order = torch.empty(inputs.count, dtype=torch.int64, device=inputs.device)
+        counted = torch.empty((), dtype=torch.int64, device=inputs.device)
+        constants = {"ALL_ROWS": inputs.way.all_rows, "BLOCK": _PARTITIONED}
+        self.launch("partition", partition_kernel, constants, num_warps=16)(
+            *(inputs.kind, 1, inputs.rows._replace(divisor=None), inputs.recorded, order, counted),
+            *(inputs.count, inputs.ignore_index, inputs.limit),
+        )
+        return order, counted
 
     def select(self, source: Any, part: Part) -> Loaded:
         """Return the hidden states of a part and its target logits, in one launch."""

@@ -93,6 +93,12 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         constants, options = tuple(self._constants.items()), tuple(self._options.items())
         found[Launch(function.fn.__module__, function.__name__, kinds, constants, options)] = None
 
+    launch_partition = steps.TritonSteps.partition
+
+    def partition(self: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        launch_partition(self)
+        return torch.arange(self.setting.count), torch.tensor(self.setting.count)
+
     replaced = _PATCHED | {"multiprocessors": lambda device: _MULTIPROCESSORS}
     planned.clear()
     with ExitStack() as stack:
@@ -100,9 +106,7 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         stack.enter_context(patch.object(machine, "DEVICES", ("cpu",)))
         stack.enter_context(patch.object(launches.Launch, "__call__", launch))
         stack.callback(planned.clear)
-        stack.enter_context(
-            patch.object(steps.TritonSteps, "skippable", lambda self: torch.zeros(self.setting.count, dtype=torch.bool))
-        )
+        stack.enter_context(patch.object(steps.TritonSteps, "partition", partition))
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
             if module is not launches:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, smooths
+from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, partitioned, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
@@ -55,10 +55,11 @@ class PortableSteps(Steps):
         if setting.call.shards is not None and (setting.upstream is None or not self.saves):
             self.facts.check = row_checks(setting.call, setting.count)
 
-    def skippable(self) -> Tensor | None:
-        """Return the rows to leave out. With statistics every row with a target is computed."""
+    def partition(self) -> tuple[Tensor, Tensor] | None:
+        """Return the partition of rows. With statistics every row with a target is computed."""
         facts, all_rows = self.facts, self.setting.call.options.stats and self.setting.upstream is None
-        return facts.ignored if all_rows else facts.excluded
+        skippable = facts.ignored if all_rows else facts.excluded
+        return None if skippable is None else partitioned(skippable)
 
     def select(self, source: Any, part: Part) -> Loaded:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""

@@ -409,7 +409,7 @@ def record(place, row, inside, value):
 
 
 @triton.jit
-def record_nothing(row, results):
-    """Store the results of an ignored row."""
+def record_nothing(row, inside, results):
+    """Store the results of an ignored row, or of a block of rows."""
     for index in tl.static_range(9):
-        record(results[index], row, None, -1 if index == 4 else 0.0)
+        record(results[index], row, inside, -1 if index == 4 else 0.0)

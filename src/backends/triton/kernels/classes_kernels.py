@@ -224,7 +224,7 @@ def support_kernel(
     y, _a, ignored, invalid = facts
     vocabulary = side[1]
     if ignored:
-        record_nothing(row, results)
+        record_nothing(row, None, results)
         if grad is not None:
             fill(place, 0.0, 0, vocabulary, way)
     else:

@@ -340,7 +340,7 @@ def rows_kernel(
         place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
     if (ignored if way.all_rows else excluded) != 0:
-        record_nothing(row, results)
+        record_nothing(row, None, results)
         if grad is not None:
             fill(place + off, 0.0, 0, size, way)
     else:

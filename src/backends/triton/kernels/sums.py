@@ -28,6 +28,7 @@ from xent.backends.triton.kernels.algebra import (
     numbers_of,
     of_row,
     position,
+    record_nothing,
     row_at,
     row_facts,
     times,
@@ -44,6 +45,7 @@ __all__ = [
     "larger",
     "load_sums",
     "owner",
+    "partition_kernel",
     "plus",
     "put",
     "rebased",
@@ -351,6 +353,33 @@ def divisor_kernel(
     tl.store(divisor + 2, rest)
     if counted is not None:
         tl.store(counted, tl.sum(rows_counted, 0))
+
+
+@kernel
+def partition_kernel(
+    rows,  # without a divisor
+    results,
+    order,  # (N,) int64
+    counted,  # () int64: the number of rows to compute
+    count: "i64",  # N
+    ignore_index: "i64",
+    limit: "i64",
+    ALL_ROWS: tl.constexpr,  # rows of weight 0 are computed
+    BLOCK: tl.constexpr,
+):
+    """Write the rows to compute, in order, then the others, and the results of the others. One program has all rows."""
+    computed = tl.zeros([], tl.int32)
+    for first in range(0, count, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        inside = row < count
+        _y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, limit)
+        skipped = ignored if ALL_ROWS else ignored | ((a == 0) & ~invalid)
+        each = tl.where(skipped, 0, 1)
+        before = computed + tl.cumsum(each, 0) - each
+        tl.store(order + tl.where(skipped, count - 1 - (row - before), before), row, mask=inside)
+        record_nothing(row, inside & skipped, results)
+        computed += tl.sum(each, 0)
+    tl.store(counted, computed.to(tl.int64))
 
 
 @kernel
