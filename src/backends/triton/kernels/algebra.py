@@ -277,11 +277,13 @@ def activation_of(row, inside, rows, numbers):
 
 @triton.jit
 def divisors_of(rows):
-    """Return the divisor D of a mean, and that of gradients, see `Rows.divisor`; None and None without one."""
-    if rows.divisor is None:
-        return None, None
-    else:
-        return tl.load(rows.divisor), tl.load(rows.divisor + 1)
+    """Return the divisor D of a mean, and that of gradients, see `Rows.divisor`."""
+    divisor = tl.full((), 1.0, tl.float32)
+    of_gradient = divisor
+    if rows.divisor is not None:
+        divisor = tl.load(rows.divisor)
+        of_gradient = tl.load(rows.divisor + 1)
+    return divisor, of_gradient
 
 
 @triton.jit
@@ -291,11 +293,8 @@ def gradient_factor(row, inside, a, invalid, divisor, upstreams, way: tl.constex
     With upstream gradients of statistics, the loss has none if `upstreams.loss` is None. A row whose loss is 0 then has
     a gradient, for which r is 0.
     """
-    excluded = (a == 0) & ~invalid
-    r = a
-    if divisor is not None:
-        excluded = (tl.where(divisor == 0, 0.0, a) == 0) & ~invalid
-        r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + a * 0)
+    excluded = (tl.where(divisor == 0, 0.0, a) == 0) & ~invalid
+    r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + (row * 0).to(tl.float32))
     r = tl.where(invalid, float("nan"), r)
     if upstreams.loss is not None:
         r *= of_row(upstreams.loss, row, inside, 0.0)
@@ -395,10 +394,8 @@ def finish(
 @triton.jit
 def of_mean(value, row, divisor):
     """Return what the loss of a row adds to a mean: 0 if the divisor is 0."""
-    if divisor is not None:
-        d = divisor + (row * 0).to(tl.float32)  # of the shape of the value
-        value = tl.where(d == 0, 0.0, tl.div_rn(value, tl.where(d == 0, 1.0, d)))
-    return value
+    d = divisor + (row * 0).to(tl.float32)  # of the shape of the value
+    return tl.where(d == 0, 0.0, tl.div_rn(value, tl.where(d == 0, 1.0, d)))
 
 
 @triton.jit
