@@ -217,7 +217,7 @@ class Block(NamedTuple):
     """Logits of some rows of a part and some classes of this rank."""
 
     logits: Tensor
-    """(R, C) with contiguous rows, raw; or, of given logits and if `Steps.takes_any_strides`, (..., C)."""
+    """(R, C) with contiguous rows, raw; or of given logits (..., C) of any strides."""
     start: int = 0
     """The first row, relative to the part's."""
     first: int = 0
@@ -255,8 +255,8 @@ class Steps(Protocol):
 
     deferred: Tensor | None
     """0-d: the remaining factor of the gradients of an `in_float16` forward pass; None for 1."""
-    takes_any_strides: bool = False
-    """Whether blocks of given logits may be (..., C) of any strides."""
+    computes_all: bool = False
+    """Whether products of a single part have all rows, also those that could be left out."""
     overlays: bool = False
     """Whether `whole_rows` can write a 16-bit gradient over the second half of the same row of float32 logits."""
     fuses: bool

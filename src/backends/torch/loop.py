@@ -115,10 +115,10 @@ def _run(
     if ranks is not None and isinstance(call.source, Given):
         ranks.add(Part(0, setting.count), call.source.logits[..., : setting.width])
     again = not forward and steps.saves
-    if steps.fuses and steps.takes_any_strides and not (again or isinstance(call.target, (Dense, TopK))):
+    if steps.fuses and not (again or isinstance(call.target, (Dense, TopK))):
         if given:
             return steps, [_whole_rows(setting, steps, wanted, reuse, saved)], saved
-        if in_one_part(setting, steps):
+        if steps.computes_all and in_one_part(setting, steps):
             return steps, at_once(setting, steps), saved
     source = (Stored if given else Computed)(setting, steps, wanted, reuse)
     fused = steps.fuses and not again and not source.tiles

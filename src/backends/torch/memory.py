@@ -73,8 +73,14 @@ def logit_blocks(
             inside = max(start - before, 0), min(stop - before, size)
             for first, view, place in logit_blocks(logits[piece], more, *inside):
                 yield before + first, view, place
+    elif stop - start == rows.count <= block_rows(logits, logits.dtype):
+        whole = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device).copy_(logits)
+        block = whole.view(rows.count, logits.shape[-1])
+        yield start, block, None if grad is None else block
+        if grad is not None:
+            grad.copy_(whole)
     else:
-        most = min(block_rows(logits, logits.dtype), max(stop - start, 1))
+        most = block_rows(logits, logits.dtype)
         space = torch.empty(most, logits.shape[-1], dtype=logits.dtype, device=logits.device)
         for first in range(start, stop, most):
             some = slice(first, min(first + most, stop))

@@ -70,7 +70,7 @@ class Stored:
         if not self._setting.width:
             empty = self._logits.new_empty(part.stop - part.start, 0)
             yield Block(empty, teacher=empty)
-        elif self._steps.takes_any_strides and teacher is None:
+        elif teacher is None:
             yield Block(self._logits, grad=grad)
         else:
             for first, logits, place in logit_blocks(self._logits, grad, part.start, part.stop):

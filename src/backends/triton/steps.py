@@ -42,7 +42,7 @@ _NOT_GIVEN = (None, 0, 0, 0, 0, None)
 class TritonSteps:
     """The steps of a call, for all targets without shards, and for class targets in shards."""
 
-    takes_any_strides = tiles = overlays = True
+    computes_all = tiles = overlays = True
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.inputs = setting, Inputs(setting)

@@ -11,7 +11,7 @@ With a reference `peak` near the row's largest logit, a block's exponentials e^(
 
 w are the class weights, or for class probabilities the shares w' of the classes in the loss.
 
-On a CPU a fused softmax computes the exponentials: those relative to `peak`, divided by a factor of each row. All
+On a CPU a fused softmax computes the exponentials of rows that are not narrow: those relative to `peak`, divided by a factor of each row. All
 this depends on the row alone, not on the rows beside it.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Setting, Upstream, smooths, wide
 from xent.backends.torch.devices import looks_at_targets
-from xent.backends.torch.memory import Rows, row_sum
+from xent.backends.torch.memory import Rows, row_sum, span
 from xent.backends.torch.refusals import check_targets
 from xent.core.call import Activation, Allowed, Classes, Probabilities, Shards, TopK, array_of, dtype_name
 from xent.core.spec import mass_tolerance
@@ -51,6 +51,7 @@ __all__ = [
 Index = slice | Tensor
 """Rows of the call: a slice, or indices (R,) int64."""
 
+_NARROW = 256  # classes: rows of as many or fewer take an exponential of x - peak
 _FIRST = 1024  # classes whose largest logit becomes the peak
 _LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most 11.1 above the peak
 _LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
@@ -458,7 +459,8 @@ class LogitRows:
             self._slope = activate(x, facts.activation, self._grad is not None)
             if outside is not None:
                 x.masked_fill_(outside, -torch.inf)
-        if x.is_cpu:
+        fuses = x.is_cpu and x.shape[1] > _NARROW
+        if fuses:
             # One pass over x. `exp` would take 10 to 170 times as long for results below the normal numbers.
             e = self._e = torch.softmax(x, -1, out=self._room("e"))
             largest, part = x[:, :_FIRST].amax(-1), e[:, :_FIRST].amax(-1)
@@ -476,9 +478,9 @@ class LogitRows:
             peak = largest
             if outside is not None:
                 peak = masked(peak, facts.invalid, torch.nan)
-        if keeps or not x.is_cpu:
+        if keeps or not fuses:
             self._away = torch.sub(x, peak[:, None], out=self._room("x"))
-        if not x.is_cpu:
+        if not fuses:
             self._e = torch.exp(self._away, out=self._room("e") if keeps else self._away)
         return peak
 
@@ -521,4 +523,4 @@ class LogitRows:
             return grad
         if name not in held or len(held[name]) < len(z):
             held[name] = z.new_empty(z.shape, dtype=dtype)
-        return held[name][: len(z)]
+        return span(held[name], 0, len(z))

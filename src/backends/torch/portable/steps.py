@@ -16,6 +16,7 @@ w'_c is the share of a class in the loss, for class indices w_c ((1-e) [c==y] + 
 is 0, excess has n sum_c q_c too, and every class is one of the others.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, partitioned, smooths
 from xent.backends.torch.devices import looks_at_targets
-from xent.backends.torch.memory import block_rows
+from xent.backends.torch.memory import block_rows, logit_blocks
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, at, index_of, masked, times
 from xent.backends.torch.shards.checks import range_check, row_checks
@@ -191,9 +192,19 @@ class PortableSteps(Steps):
             values = values.masked_fill(absent, -1 if name == "predictions" else 0)
         return values.sum() / facts.divisor if summed and options.reduction != "none" else values
 
-    def _pieces(self, block: Block, part: Part) -> list[tuple[Block, slice, Facts]]:
-        """Return a block in pieces that fit into the caches, their rows relative to the part, and their facts."""
-        (count, width), start, made = block.logits.shape, block.start, []
+    def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
+        """Yield a block in pieces (R, C) that fit into the caches, their rows relative to the part, and their facts."""
+        logits = block.logits
+        if not (logits.dim() == 2 and logits.is_contiguous() and (block.grad is None or block.grad.is_contiguous())):
+            for first, logits, grad in logit_blocks(logits, block.grad):
+                of_rows = slice(first, first + len(logits))
+                others = (at(values, of_rows) for values in (block.target_logits, block.teacher))
+                yield from self._cut(Block(logits, block.start + first, 0, grad, *others), part)
+        else:
+            yield from self._cut(block, part)
+
+    def _cut(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
+        (count, width), start = block.logits.shape, block.start
         width = max(width + _OF_SUPPORT * self.facts.longest, 1) * (1 if self.saves else _ARRAYS)
         step = block_rows(block.logits, self.facts.dtype, width)
         for first in range(0, max(count, 1), step):
@@ -203,8 +214,7 @@ class PortableSteps(Steps):
                 piece = Block(block.logits[some], start + first, 0, *cut)
             rows = slice(start + some.start, start + some.stop)
             alone = part.rows is None and step >= count == self.setting.count
-            made.append((piece, rows, self.facts if alone else self.facts.rows(index_of(part, rows.start, rows.stop))))
-        return made
+            yield piece, rows, self.facts if alone else self.facts.rows(index_of(part, rows.start, rows.stop))
 
 
 def pack(names: tuple[str, ...], sums: dict[str, Tensor]) -> Tensor:
