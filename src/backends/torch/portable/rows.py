@@ -136,10 +136,13 @@ class Facts:
             self.divisor = divisor
         self.weight = weight if self.invalid is None else weight.masked_fill(self.invalid, torch.nan)
         """(N,) a_i; NaN for invalid rows."""
-        self.scale: Tensor = self.weight / cast(Any, divisor) if mean else self.weight
+        self.scale: Tensor = weight
         """(N,), the factor of the gradient: a_i, divided by the divisor, times the upstream gradient."""
         if divisor is not count:
+            self.scale = self.weight / cast(Any, divisor) if mean else self.weight
             self.excluded = some(self.scale == 0)
+        elif mean:
+            self.scale = torch.full_like(weight, 1 / count)
         if setting.in_float16:
             # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large weights
             # or scales they could overflow. So they are stored without 1/D, divided by a bound of their row factors.

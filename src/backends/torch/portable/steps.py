@@ -190,7 +190,9 @@ class PortableSteps(Steps):
         absent = facts.excluded if summed else facts.ignored
         if absent is not None:
             values = values.masked_fill(absent, -1 if name == "predictions" else 0)
-        return values.sum() / facts.divisor if summed and options.reduction != "none" else values
+        if not summed or options.reduction == "none":
+            return values
+        return values.mean() if facts.divisor is count else values.sum() / facts.divisor
 
     def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
         """Yield a block in pieces (R, C) that fit into the caches, their rows relative to the part, and their facts."""
