@@ -12,7 +12,7 @@ import triton.language as tl
 from xent.backends.triton.kernels.algebra import exp, finite, tanh
 from xent.backends.triton.launches import kernel
 
-__all__ = ["largest_kernel", "maxima_kernel", "sortable"]
+__all__ = ["count_above_kernel", "largest_kernel", "maxima_kernel", "sortable"]
 
 
 OTHERS = tl.constexpr(32)  # logits with which all K are compared at a time
@@ -149,3 +149,29 @@ def largest_kernel(
     tl.debug_barrier()
     tl.store(ids + place, of_lane, mask=inside)
     tl.store(top + place, z, mask=inside)
+
+
+@kernel
+def count_above_kernel(
+    logits,  # (R, C)
+    row_stride: "i64",
+    classes: "i32",
+    of_target,  # (R,)
+    counts,  # (R,) int64
+    sign: "fp32",
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Count the logits of a row that are larger than its target's, times a sign. NaN is the largest number."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    if ALIGNED:
+        logits = tl.multiple_of(logits, 16)
+        classes = classes // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
+    limit, place, count = tl.load(of_target + row), tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int32)
+    ahead = tl.load(logits + place, mask=place < classes, other=0.0)
+    for first in range(0, classes, BLOCK):  # the next logits are loaded before these are used
+        z, following = ahead.to(tl.float32), first + BLOCK + place
+        ahead = tl.load(logits + following, mask=following < classes, other=0.0)
+        count += ((first + place < classes) & ((z * sign <= limit) == 0)).to(tl.int32)
+    tl.store(counts + row, tl.where(limit == limit, tl.sum(count, 0), 0))
