@@ -32,7 +32,7 @@ _BLOCK = 32  # classes
 _WORKSPACE = 512 * 2**20  # bytes, on accelerators
 _CANDIDATE_BYTES = 32  # of a logit that PyTorch sorts, with its class
 _ROWS_MULTIPLE = 256  # of a chunk: products compute tiles of as many rows
-_MOST_CLASSES, _MOST_K = 2**20, 256  # of kernels
+_MOST_CLASSES, _MOST_K = 2**20, 1024  # of kernels
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
