@@ -28,10 +28,10 @@ def sortable(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _selected(numbers, ids, count, limit, k, low, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Write the places of the k largest numbers to `ids`, in ascending order, the first among equals.
+def _selected(numbers, places, count, limit, k, low, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Write the places of the k largest numbers to `places` (int32), in ascending order, the first among equals.
 
-    Only numbers in blocks of `FAN` are looked at, those that are the first `count` of `ids`, and that are below
+    Only numbers in blocks of `FAN` are looked at, those that are the first `count` of `places`, and that are below
     `limit`; if `count` is None, all numbers below it. At least k of them reach the key `low`, or it is the least key.
     Return the k-th largest key.
     """
@@ -40,7 +40,7 @@ def _selected(numbers, ids, count, limit, k, low, SIZE: tl.constexpr, BITS: tl.c
     inside = place < limit
     if count is not None:
         inside = place < count * FAN
-        place = tl.load(ids + place // FAN, mask=inside, other=0).to(tl.int32) * FAN + place % FAN
+        place = tl.load(places + place // FAN, mask=inside, other=0) * FAN + place % FAN
         inside = inside & (place < limit)
     key = tl.where(inside, sortable(tl.load(numbers + place, mask=inside, other=0.0).to(tl.float32), BITS), LEAST)
     low, high = tl.maximum(low, tl.min(tl.where(inside, key, -LEAST - 1), 0)), tl.max(key, 0)
@@ -55,7 +55,7 @@ def _selected(numbers, ids, count, limit, k, low, SIZE: tl.constexpr, BITS: tl.c
     equals = counts >> 16
     order = (counts & 0xFFFF) + tl.minimum(equals, missing) - 1
     tl.debug_barrier()
-    tl.store(ids + order, place.to(tl.int64), mask=above | (equal & (equals <= missing)))
+    tl.store(places + order, place, mask=above | (equal & (equals <= missing)))
     tl.debug_barrier()
     return low
 
@@ -140,6 +140,7 @@ def largest_kernel(
     sums += row * parts * 2
     ids += row * k
     top += row * k
+    places = top.to(tl.pointer_type(tl.int32))  # the same memory, until the classes are known
     part = tl.arange(0, PARTS)
     total = tl.load(sums + part * 2 + 1, mask=part < parts, other=0.0)
     peak = tl.where(total == 0, -float("inf"), tl.load(sums + part * 2, mask=part < parts, other=0.0))
@@ -149,16 +150,17 @@ def largest_kernel(
     small += row * small_blocks
     large += row * large_blocks
     count = tl.minimum(k, large_blocks)
-    low = _selected(large, ids, None, large_blocks, count, LEAST, LARGE, BITS)
+    low = _selected(large, places, None, large_blocks, count, LEAST, LARGE, BITS)
     low = tl.where(count == k, low, LEAST)
-    low = _selected(small, ids, count, small_blocks, tl.minimum(k, small_blocks), low, SIZE, BITS)
+    low = _selected(small, places, count, small_blocks, tl.minimum(k, small_blocks), low, SIZE, BITS)
     count = tl.minimum(k, small_blocks)
-    _selected(logits, ids, count, classes, k, tl.where(count == k, low, LEAST), SIZE, BITS)
+    _selected(logits, places, count, classes, k, tl.where(count == k, low, LEAST), SIZE, BITS)
     # The order of the logits: the number of those that come before each.
     lane = tl.arange(0, PLACES)
     inside = lane < k
-    classes_of = tl.load(ids + lane, mask=inside, other=0)
-    z = tl.load(logits + classes_of, mask=inside, other=0.0).to(tl.float32)
+    place = tl.load(places + lane, mask=inside, other=0)
+    z = tl.load(logits + place, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()
     tl.store(top + lane, z, mask=inside)
     tl.debug_barrier()
     key, order = sortable(z, 32), tl.zeros([PLACES], tl.int32)
@@ -169,7 +171,7 @@ def largest_kernel(
         earlier = (of_other[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
         order += tl.sum((there[None, :] & ((of_other[None, :] > key[:, None]) | earlier)).to(tl.int32), 1)
     tl.debug_barrier()
-    tl.store(ids + order, classes_of, mask=inside)
+    tl.store(ids + order, place.to(tl.int64), mask=inside)
     tl.store(top + order, z, mask=inside)
 
 
