@@ -38,7 +38,7 @@ STATS, LOG_PROBS, ROWS = "tests/test_stats.py", "tests/test_log_probs.py", "test
 SHARDS, PROMISES = "tests/distributed/test_shards.py", "tests/distributed/test_promises.py"
 HEADS, SCALE, TARGET = "tests/test_heads.py", "tests/torch/test_scale.py", "tests/torch/test_target_gradient.py"
 EAGER, AUTOGRAD = "tests/torch/test_eager.py", "tests/torch/test_autograd.py"
-SKIPPED = "tests/torch/test_skipped_rows.py"
+SKIPPED, TOP_K = "tests/torch/test_skipped_rows.py", "tests/test_top_k.py"
 DIVERGENCE, TRANSFORMS = "tests/divergence/test_matrix.py", "tests/torch/test_transforms.py"
 PORTABLE = "backends/torch/portable/"
 KERNELS = "backends/triton/kernels/"
@@ -518,6 +518,14 @@ FAULTS = [
     Fault(
         "kernel: target outside its support", KERNELS + "algebra.py",
         'gamma = tl.where(nll == float("inf"), 0.0, gamma)', "gamma = gamma * 1.0", (ROWS, LOG_PROBS), "triton",
+    ),
+    Fault(
+        "kernel: ranks beside tiles", "backends/torch/sources.py",
+        ' and "rank" not in setting.call.options.stats', "", ("tests/triton/test_tiles.py", "-k", "ranks"), "triton",
+    ),
+    Fault(
+        "kernel: any of equal logits among the largest", KERNELS + "largest_kernels.py",
+        "(equal & (equals <= missing))", "equal", (TOP_K, "-k", "equal"), "triton",
     ),
     Fault(
         "kernel: reverse divergence without its mean", KERNELS + "divergence_kernel.py",

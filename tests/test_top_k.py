@@ -102,6 +102,20 @@ def test_rows_with_nan(target: Target) -> None:
         np.testing.assert_array_equal(ids[[0, 2]], expected.ids[[0, 2]])
 
 
+def test_a_scale_of_0(target: Target) -> None:
+    """All classes are equal, and x = 0 z is NaN in a row with an infinite logit, as in the other functions."""
+    z = np.random.default_rng(0).normal(size=(3, 300))
+    z[1, 200], z[2, 7] = -np.inf, np.inf
+    logits, numbers = placed(target, z)
+    with np.errstate(invalid="ignore"):
+        expected = xent.top_k(numbers, 5, logit_scale=0.0)
+    np.testing.assert_array_equal(expected.ids[0], range(5))
+    found = xent.top_k(logits, 5, logit_scale=0.0, backend=target.name)
+    np.testing.assert_array_equal(target.numbers(found.ids)[0], range(5))
+    np.testing.assert_allclose(target.numbers(found.log_probs), expected.log_probs, rtol=1e-5)
+    np.testing.assert_array_equal(np.isnan(expected.log_probs), [[False] * 5, [True] * 5, [True] * 5])
+
+
 def test_arguments_do_not_change_and_may_have_any_strides(target: Target) -> None:
     rng = np.random.default_rng(0)
     logits, hidden, weight = target.arrays(

@@ -12,6 +12,7 @@ from torch import Tensor
 import xent
 from tests.covering import dealt
 from tests.targets import Target
+from xent.backends.torch.products import Classifier
 from xent.core.spec import STAT_NAMES
 
 INF = float("inf")
@@ -94,3 +95,18 @@ def test_ties_go_to_the_lowest_class(target: Target, width: int) -> None:
     logits, classes = draw(target)
     logits[:, [3, 4, 20, 66]] = 50.0
     assert (compared(target, logits, classes.clamp(min=0), width)["predictions"] == 3).all()
+
+
+def test_ranks_store_the_logits_of_a_workspace(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted in whole rows, so that no tiles serve them: then all rows would be stored at one time."""
+    sizes, write = [], Classifier.write_logits
+
+    def watched(self: Classifier, hidden: Tensor, out: Tensor, classes: slice | None = None) -> None:
+        sizes.append(out.nbytes)
+        write(self, hidden, out, classes)
+
+    monkeypatch.setattr(Classifier, "write_logits", watched)
+    hidden, weight = torch.randn(64, 8, device=target.device), torch.randn(128, 8, device=target.device)
+    classes, workspace = torch.zeros(64, dtype=torch.int64, device=target.device), 16 * 128 * 4
+    xent.linear_log_probs(hidden, weight, classes, stats=("rank",), workspace=workspace, backend=target.name)
+    assert 0 < max(sizes) <= workspace

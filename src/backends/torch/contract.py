@@ -46,6 +46,7 @@ from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
     "CONSTANTS",
+    "COUNT_ABOVE",
     "LARGEST",
     "SCALES",
     "STEPS",
@@ -366,10 +367,14 @@ CONSTANTS: dict[str, Callable[[Any, Upstream | None], Any]] = {}
 """Backend -> its function (plan, which upstream gradients there are; None in a forward pass) that decides, once for a
 plan, what does not depend on values. A backend without one decides nothing."""
 
-LARGEST: dict[str, Callable[[Tensor, int, Activation], tuple[Tensor, Tensor]]] = {}
-"""Backend -> its function (logits (R, C), K, activation with a scale >= 0) that returns the places (R, K) int64 of the
-K largest logits, those of equal ones in ascending order, and sums (R, P, 2) of P parts of each row: the largest x of a
-part, 0 if it is -inf, and sum_c exp(x_c - it). See `xent.backends.torch.top_k`."""
+COUNT_ABOVE: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {}
+"""Backend -> its function (logits (R, C), the target's logit (R,) times the sign of a scale, the scale, not 0) that
+returns how many (R,) logits are larger than that in the order of scale * z: see `LogitRows.count_above`."""
+
+LARGEST: dict[str, Callable[[Tensor, int, Activation], tuple[Tensor, Tensor, Tensor]]] = {}
+"""Backend -> its function (logits (R, C), K, activation with a scale > 0) that returns the places (R, K) int64 of the K
+largest logits, the largest first, the first among equals, these logits, and log sum_c exp(x_c - the largest x) (R,), 0
+where all x are -inf. See `xent.backends.torch.top_k`."""
 
 SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
 """Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""

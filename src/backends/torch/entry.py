@@ -1,6 +1,6 @@
 """Calls under a tracer, a transform or a mode, which go through custom operations. Others have a plan (`planned`).
 
-The most probable classes are an operation in all calls.
+The most probable classes are an operation in these calls only, and have no plan.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from xent.backends.torch import operations, private
 from xent.backends.torch.codec import split, text
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import undisturbed
+from xent.backends.torch.function import is_plain, undisturbed
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.plan import Asked, asked_of, compute_of, leaves_of
 from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed
@@ -53,8 +53,9 @@ def run_top_k(call: Call, kernel: str) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities (..., K), without gradient, with the kernels of that backend."""
     call = _grouped(classes_last(typed(folded(call))))
     source: Any = call.source
-    if isinstance(source, Product) and isinstance(source.weight, QuantizedRows):
-        results = undisturbed(source.input.device, top_k, call, kernel)
+    quantized = isinstance(source, Product) and isinstance(source.weight, QuantizedRows)
+    if quantized or is_plain(value for value in source if isinstance(value, Tensor)):
+        results = undisturbed(array_of(call).device, top_k, call, kernel)
     else:
         tensors: list[Tensor] = []
         form = text(split(call, tensors))

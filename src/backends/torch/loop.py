@@ -53,7 +53,7 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     `reuse`: whether the gradient overwrites given logits.
     """
     setting, asked = plan.setting(call), plan.asked
-    ranks = Ranks(setting) if "rank" in plan.names else None
+    ranks = Ranks(setting, plan.kernel) if "rank" in plan.names else None
     steps, gradients, saved = _run(setting, plan, reuse, None, ranks)
     results = steps.results()
     if ranks is not None:

@@ -19,8 +19,9 @@ __all__ = ["Ranks"]
 class Ranks:
     """The ranks of the targets of a call."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting, self._facts = setting, Facts(setting)
+    def __init__(self, setting: Setting, kernel: str) -> None:
+        """`kernel`: the backend that counts."""
+        self._setting, self._facts, self._kernel = setting, Facts(setting), kernel
         self._counts = torch.zeros(setting.count, dtype=torch.int64, device=setting.device)
 
     def add(self, part: Part, logits: Tensor) -> None:
@@ -34,7 +35,7 @@ class Ranks:
 
             add_up(of_target, shards.group).wait()
         for place, rows in self._pieces(part, logits):
-            self._counts[index_of(part, place.start, place.stop)] = rows.count_above(of_target[place])
+            self._counts[index_of(part, place.start, place.stop)] = rows.count_above(of_target[place], self._kernel)
 
     def _pieces(self, part: Part, logits: Tensor) -> Iterator[tuple[slice, LogitRows]]:
         """Yield the rows of a part in pieces that fit into the caches, with their places in the part."""
