@@ -404,11 +404,11 @@ FAULTS = [
     # Triton kernels, in the interpreter.
     Fault(
         "kernel: gradient of the z-loss halved", KERNELS + "algebra.py",
-        "excess += 2 * r * z_loss * lse", "excess += r * z_loss * lse", (MATRIX, "-k", "z_loss"), "triton",
+        "excess += times(2 * r * z_loss, lse)", "excess += times(r * z_loss, lse)", (MATRIX, "-k", "z_loss"), "triton",
     ),
     Fault(
         "kernel: gradient of the entropy without the entropy", KERNELS + "algebra.py",
-        "excess -= v * entropy", "excess -= v", (MATRIX, "-k", "entropy"), "triton",
+        "excess -= times(v, entropy)", "excess -= v", (MATRIX, "-k", "entropy"), "triton",
     ),
     Fault(
         "kernel: entropy of a sure row", KERNELS + "algebra.py",
@@ -426,7 +426,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: gradient not divided", KERNELS + "algebra.py",
-        "r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + a * 0)", "r = a", (MATRIX, "-k", "mean"), "triton",
+        "r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + tl.zeros_like(a))", "r = a", (MATRIX, "-k", "mean"), "triton",
     ),
     Fault(
         "kernel: ignore_index is always -100", KERNELS + "algebra.py",
@@ -491,7 +491,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: divisor without class weights", KERNELS + "sums.py",
-        "weighted *= load(rows.class_weight + (row if OF_ROWS else y), row < count, 0.0)", "weighted *= 1.0",
+        "weighted = a * optional(rows.class_weight, tl.where(of_rows != 0, row, y), row < count, 1.0)", "weighted = a",
         (MATRIX, "-k", "weight and mean"), "triton",
     ),
     Fault(

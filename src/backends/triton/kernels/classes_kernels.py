@@ -91,9 +91,9 @@ def top_k_kernel(
     log_probs,  # (N, K), -inf for padding
     classes: "i32",  # K
     tolerance: "fp32",
+    in_bucket: "i32",  # whether the tail is "bucket"
+    renormalized: "i32",  # whether it is "renormalize"
     way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
-    BUCKET: tl.constexpr,
-    RENORMALIZED: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
 ):
     """See the module's docstring."""
@@ -126,7 +126,7 @@ def top_k_kernel(
         sum_q = tl.sum(e_q, 0)
         whole = sum_q.to(tl.float32)
         wrong = (tl.max((given & ((known == 0) | differs)).to(tl.int32), 0) > 0) | ((whole <= 1 + tolerance) == 0)
-        if RENORMALIZED:
+        if renormalized != 0:
             wrong = wrong | (whole == 0)
             e_q /= sum_q
             log_q -= tl.log(sum_q).to(tl.float32)
@@ -150,11 +150,10 @@ def top_k_kernel(
         log_total = tl.log(total)
         p_k = tl.div_rn(e_k, tl.zeros_like(e_k) + total)
         u = x_k - m - log_total - log_q
-        left = 0.0
-        if BUCKET:
-            left = tl.maximum(1 - mass, 0.0)
-            # If there are no other classes, a remainder within the tolerance is a rounding error.
-            left = tl.where((s == 0) & (left <= tolerance), 0.0, left)
+        left = tl.maximum(1 - mass, 0.0)
+        # If there are no other classes, a remainder within the tolerance is a rounding error.
+        left = tl.where((in_bucket == 0) | ((s == 0) & (left <= tolerance)), 0.0, left)
+        if in_bucket != 0:
             p_left = s * factor_others / total
             log_left = (m_others - m) + (tl.log(s) - log_total)
             found = tl.sum(tl.where(known, gap(q, p_k, u), 0.0), 0)
@@ -255,14 +254,14 @@ def support_kernel(
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
             z = tl.load(held + own + entry, mask=known, other=0.0)
-            largest = (order(z, side[2], way) == top) | (z != z)
+            largest = (order(z, side[2]) == top) | (z != z)
             found = tl.minimum(found, tl.min(tl.where(known & largest, classes, NOWHERE), 0))
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results
         level = tl.where(wrong, nan, level / tl.maximum(size, 1))
         factor, log_factor, _delta, g_y, _gamma = finish(
             rows, row, None, facts, excluded, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares), exponent(x_y, m, True),
-            level, found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
+            level, found, None, results, upstreams, (1.0, 0.0, rest * 0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))

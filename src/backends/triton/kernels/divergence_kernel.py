@@ -86,7 +86,7 @@ def begin(
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
     facts = row_facts(row, None, rows, ignore_index, limit)
-    excluded, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams, way)
+    excluded, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams)
     source = logits + position(here, inner, outer, stride, way.grouped)
     place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
     if not way.ragged:

@@ -37,6 +37,7 @@ from xent.backends.triton.kernels.algebra import (
     activation_of,
     exponent,
     finite,
+    load,
     order,
     position,
     quick_exponent,
@@ -148,13 +149,13 @@ def _add(
     sums, z, first, line, m, weights, activation, way: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
-    LANES: tl.constexpr = way.lanes
+    LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
     s, t, u, q, v, h, shares, mass, best, at = sums
     _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
     e2 = _exponents(z, m, activation, way, AGAIN or way.exact)
-    if MASKED and (way.ragged or (way.capped or way.scaled)):
+    if MASKED:
         e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
     added = _in_lanes(e, LANES)
@@ -177,7 +178,7 @@ def _add(
         x = activate(z, activation, way)
         v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
-        key = order(z, activation, way)
+        key = order(z, activation)
         key = tl.where(inside, key, -float("inf")) if MASKED else key
         largest = tl.max(tl.reshape(key, [LANES, way.block // LANES]), 1)
         largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
@@ -192,9 +193,9 @@ def first_loads(line, y, way: tl.constexpr):
 
     The mask excludes the target. Lanes are those of an aligned row. If the target is not in the row, this is any lane.
     """
-    WIDTH: tl.constexpr = way.block // way.lanes
+    WIDTH: tl.constexpr = 1 if way.skewed else way.vector
     source, off, _last, whole, vocabulary = line
-    lane = tl.maximum(y, 0) // WIDTH % way.lanes
+    lane = tl.maximum(y, 0) // WIDTH % (way.block // WIDTH)
     k = tl.arange(0, way.blocks * WIDTH)
     classes = k // WIDTH * way.block + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
@@ -205,9 +206,9 @@ def first_loads(line, y, way: tl.constexpr):
 @triton.jit
 def _over_lanes(values, off, lane, way: tl.constexpr):
     """Return the sum over all lanes of an aligned row but one."""
-    lanes = tl.arange(0, way.lanes)
+    lanes = tl.arange(0, values.shape[0])
     if way.skewed:
-        values = tl.gather(values, (lanes + off) % way.lanes, 0)
+        values = tl.gather(values, (lanes + off) % values.shape[0], 0)
     return tl.sum(tl.where(lanes != lane, values, 0.0), 0)
 
 
@@ -248,7 +249,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
     if the target is not in the row.
     """
     BLOCK: tl.constexpr = way.block
-    LANES: tl.constexpr = way.lanes
+    LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
     source, off, last, whole, vocabulary = line
     z, ahead, lane_z, _lane, others = loads
     seen = activate(z, activation, way)
@@ -297,7 +298,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
         z = fetch(source, first, whole, way, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
-        found = tl.min(tl.where(inside & ((order(z, activation, way) == top) | (z != z)), classes, NOWHERE), 0)
+        found = tl.min(tl.where(inside & ((order(z, activation) == top) | (z != z)), classes, NOWHERE), 0)
     return m, sums, top, found
 
 
@@ -320,9 +321,9 @@ def fold_kernel(
     width: "i32",  # the number of classes
     vocabulary: "i32",
     range_check: "i32",  # of the classes of this rank
+    adds: "i32",  # whether to merge the sums into those that are there
     columns: tl.constexpr,  # see `Columns`
     way: tl.constexpr,  # see `Way`
-    ADDS: tl.constexpr,  # merge the sums into those that are there
 ):
     """Write the sums of one row."""
     here = tl.program_id(0).to(tl.int64)
@@ -334,7 +335,7 @@ def fold_kernel(
         checks = check.to(tl.float32, bitcast=True), range_check.to(tl.float32, bitcast=True)
     activation = activation_of(row, None, rows, numbers)
     place = sums + here
-    if (ignored if way.all_rows else ignored | (a == 0)) != 0:
+    if (ignored | ((a == 0) & (numbers.all_rows == 0))) != 0:
         least = -float("inf")
         put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0) + checks, columns)
     else:
@@ -345,28 +346,30 @@ def fold_kernel(
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
         nothing = tl.full((), -float("inf"), tl.float32)
-        m, found_sums, top, found = row_sums(line, loads, y, nothing, (rows.class_weight, None), activation, way)
+        weights = rows.class_weight if way.smoothed else None, None
+        m, found_sums, top, found = row_sums(line, loads, y, nothing, weights, activation, way)
         rest, below, mixed, squares, level, _h, _shares, _mass = found_sums
         peak = tl.where(rest == 0, -float("inf"), m)
         found += first
         counted = width.to(tl.float32)
-        weights = counted
+        total_weight = counted
         if rows.total_weight is not None:
-            weights = tl.load(rows.total_weight)
+            total_weight = tl.load(rows.total_weight)
         below *= LN2
         if way.smoothed:
             own = times(w_y, m - activate(z_y, activation, way, True))
             below = tl.where(own == float("inf"), own, below - own)
-        made = rest, below, weights - w_y, mixed * LN2, squares, counted * m - level, counted
-        if ADDS:
-            other_peak = column(place, slot, None, columns.peak)
-            reference = finite(tl.maximum(peak, other_peak))
-            made = plus(rebased(reference, peak, made), load_sums(place, slot, None, reference, columns))
-            peak = tl.maximum(peak, other_peak)
-            z_y += column(place, slot, None, columns.target)
-            w_y += column(place, slot, None, columns.row_weight)
-            if way.predicted:
-                other = column(place, slot, None, columns.place).to(tl.int32, bitcast=True)
-                top, found = larger(column(place, slot, None, columns.key), other, top, found)
-        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)) + checks  # type: ignore[assignment]
+        made = rest, below, total_weight - w_y, mixed * LN2, squares, counted * m - level, counted
+        there, least = adds != 0, -float("inf")
+        other_peak = load(place + columns.peak * slot, there, least)
+        reference = finite(tl.maximum(peak, other_peak))
+        made = plus(rebased(reference, peak, made), load_sums(place, slot, there, reference, columns))
+        peak = tl.maximum(peak, other_peak)
+        z_y += column(place, slot, there, columns.target)
+        w_y += column(place, slot, there, columns.row_weight)
+        if way.predicted:
+            other = column(place, slot, there, columns.place).to(tl.int32, bitcast=True)
+            other_key = load(place + columns.key * slot, there, least)
+            top, found = larger(other_key, tl.where(there, other, NOWHERE), top, found)
+        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)) + checks
         put(place, slot, None, made, columns)

@@ -38,7 +38,9 @@ from xent.backends.triton.kernels.algebra import (
     finish,
     finite,
     gradient_factor,
+    has_statistics,
     numbers_of,
+    optional,
     position,
     quick_exponent,
     record_nothing,
@@ -76,8 +78,7 @@ def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr
                 g -= gamma * q
         else:
             g -= delta
-    if way.capped or way.scaled:
-        g *= slope(z, activation, way)
+    g *= slope(z, activation, way)
     return g
 
 
@@ -167,7 +168,8 @@ def gradient_kernel(
         activation = activation_of(row_at(start + here, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
         terms = tl.load(made), tl.load(made + slot), tl.load(made + 3 * slot), tl.load(made + 4 * slot), 0.0
-        _write_gradient(line, place, first, terms, (rows.class_weight, None), activation, way, False)
+        weights = rows.class_weight if way.smoothed else None, None
+        _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
             tl.debug_barrier()
@@ -295,7 +297,7 @@ def rows_kernel(
     y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, UNLIMITED if GIVEN else vocabulary)
     options = numbers_of(rows, vocabulary, numbers)
     y = y_long.to(tl.int32)
-    weights = (rows.class_weight, None)
+    weights = rows.class_weight if way.smoothed else None, None
     if GIVEN:
         shared = row if rows.target is None else y_long
         given = probabilities + position(shared, given_inner, given_outer, given_row, True)
@@ -305,10 +307,10 @@ def rows_kernel(
         true = 0 if likeliest is None else tl.load(likeliest + shared).to(tl.int32)
         y = y * 0 - 1
     else:
-        w_y = 1.0 if rows.class_weight is None else tl.load(rows.class_weight + y_long)
+        w_y = optional(rows.class_weight, y_long, None, 1.0)
         true = y
     activation = activation_of(row, None, rows, numbers)
-    excluded, r = gradient_factor(row, None, a, invalid, rows, upstreams, way)
+    excluded, r = gradient_factor(row, None, a, invalid, rows, upstreams)
     # The classes of this program, and the target among them.
     part = program % way.parts
     cut = part * share
@@ -327,7 +329,7 @@ def rows_kernel(
     if grad is not None:
         place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
-    if (ignored if way.all_rows else excluded) != 0:
+    if tl.where(numbers.all_rows != 0, ignored, excluded):
         record_nothing(row, results)
         if grad is not None:
             fill(place + off, 0.0, 0, size, way)
@@ -358,12 +360,12 @@ def rows_kernel(
         if saved is not None:
             _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
         if grad is not None:
-            if ignored if way.statistics else excluded:
+            if tl.where(has_statistics(upstreams), ignored, excluded):
                 fill(place + off, 0.0, 0, size, way)
             else:
                 m2 = m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
-                if way.folds and foldable:
+                if not (way.exact or way.of_entropy) and foldable:
                     terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, log_factor, delta, gamma
                     _write_gradient(line, place, 0, terms, weights, activation, way, True)
                 else:
