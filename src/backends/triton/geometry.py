@@ -11,7 +11,7 @@ from xent.backends.torch.devices import is_padded
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.triton.launches import Way, cdiv, next_power_of_2
 
-__all__ = ["Layout", "Placed", "Strides", "in_blocks", "placed", "rows_of", "sizes"]
+__all__ = ["Layout", "Placed", "Size", "Strides", "in_blocks", "placed", "rows_of", "sizes"]
 
 _KIB = 1024
 _LINE = 64  # classes: a cache line of 16-bit logits, two of float32 logits

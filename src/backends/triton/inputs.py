@@ -111,8 +111,10 @@ class Inputs:
         self.numbers: Numbers = decisions.numbers
         if decisions.numbers is None:
             values = options.label_smoothing, options.z_loss, softcap, scale
-            (smoothing, *others), numbers = floats_of(values, self.device)
-            self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, *others, all_rows=decisions.all_rows)
+            (smoothing, z_loss, cap, factor), numbers = floats_of(values, self.device)
+            self.numbers = Numbers(
+                1 - smoothing, smoothing / setting.vocabulary, z_loss, cap, factor, decisions.all_rows
+            )
         nothing, smoothed = no_rows(self.device), self.way.smoothed
         weight, total = None if smoothed else nothing.class_weight, None
         if options.weight is not None:

@@ -22,6 +22,8 @@ import torch
 import triton
 from torch import Tensor
 
+from xent.backends.triton import compilations  # noqa: F401 (logs what the first launches compile)
+
 __all__ = [
     "Columns",
     "Launch",
