@@ -185,12 +185,14 @@ class TritonSteps:
         inputs = self.inputs
         itemsize, launches = some.logits.itemsize, inputs.decisions.launches
         quick, whole = inputs.quick(itemsize == 2), not 0 < width < self.setting.width
-        key = "fold", some.layout, itemsize, width, whole, quick
+        block, vocabulary = _BLOCK_BYTES // itemsize, max(self.setting.width, 1)
+        classes = vocabulary if whole or width > block else block  # of a row: the last tile may have fewer
+        key = "fold", some.layout, itemsize, whole, classes, quick
         if key not in launches:
             if whole:
-                way, _, options = sizes(max(width, 1), some, inputs.way, False, False, quick=quick)
+                way, _, options = sizes(classes, some, inputs.way, False, False, quick=quick)
             else:
-                way, _, options = in_blocks(width, some, inputs.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
+                way, _, options = in_blocks(classes, some, inputs.way, block, 4, quick=quick)
             launches[key] = Launch(fold_kernel, {"columns": inputs.columns, "way": way}, **options)
         prepared: Launch = launches[key]
         return prepared

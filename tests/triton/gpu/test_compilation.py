@@ -77,15 +77,12 @@ def test_hook_sees_compilations(compiled: list[str]) -> None:
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_lengths_of_batches(compiled: list[str], vocabulary: int) -> None:
-    """Kernels do not depend on lengths, with one exception: the last tile of a row may need a smaller block."""
     for rows in (256, 271):
         step(vocabulary, rows)
     compiled.clear()
-    for rows in (384, 512, 328, 333, 301):
+    for rows in (384, 512, 328, 333, 301, 4500):
         step(vocabulary, rows)
-    tiles = compiled.count("tile_kernel")
-    assert compiled == ["tile_kernel"] * tiles
-    assert tiles <= 5
+    assert compiled == []
 
 
 FIRST_CALL = """
