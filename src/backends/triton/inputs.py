@@ -72,8 +72,8 @@ class Decisions:
         known = options.stats if upstream is None or isinstance(target, Classes) else ()
         self.known = tuple(name for name in Results._fields if name in known)
         """The statistics whose results kernels have the sums for."""
-        changed = activation.softcap is not None or activation.temperature is not None
-        changed = changed or differs(activation.logit_scale, 1)
+        self.scaled = differs(activation.logit_scale, 1) or activation.temperature is not None
+        changed = activation.softcap is not None or self.scaled
         changed = changed or differs(options.z_loss, 0) or differs(options.label_smoothing, 0)
         self.all_rows = float(bool(stats) or statistics)
         self.numbers = None if changed else Numbers(1.0, 0.0, 0.0, 0.0, 1.0, self.all_rows)

@@ -204,7 +204,10 @@ class TritonSteps:
         made = torch.empty(6, count, dtype=torch.float32, device=sums.device) if wanted else None
         rows, first, kind = inputs.rows_of(part)
         if count:
-            nothing, way = absent(inputs.device), Way(inputs.way.capped, inputs.way.smoothed, inputs.columns.mixed >= 0)
+            nothing, way = (
+                absent(inputs.device),
+                Way(inputs.way.capped, smoothed=inputs.way.smoothed, of_entropy=inputs.columns.mixed >= 0),
+            )
             constants = {"columns": inputs.columns, "way": way, "BLOCK": _FINISHED}
             self.launch("finish", finish_kernel, constants, num_warps=2)(
                 *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, inputs.upstreams),
@@ -245,8 +248,8 @@ class TritonSteps:
         if key not in launches:
             size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * layout.vector)
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
-            capped, smoothed, of_entropy, *_ = inputs.way
-            way = Way(capped, smoothed, of_entropy, quick=quick, block=size, **layout._asdict())
+            own, geometry = inputs.way, layout._asdict() | {"block": size}
+            way = Way(own.capped, smoothed=own.smoothed, of_entropy=own.of_entropy, quick=quick, **geometry)
             options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
             constants = {"way": way, "BLOCKS": blocks}
             options |= {"enable_fp_fusion": not layout.skewed}

@@ -73,7 +73,9 @@ def _launch(
     if kernel is support_kernel:
         way = way._replace(blocks=next_power_of_2(cdiv(vocabulary, block)))
     if "their_way" in constants:
-        constants = constants | {"their_way": Way(constants["their_way"], ragged=ragged, block=block)}
+        capped, scaled = constants["their_way"]
+        way = way._replace(scaled=scaled or inputs.decisions.scaled)
+        constants = constants | {"their_way": Way(capped, way.scaled, ragged=ragged, block=block)}
     launch(
         kernel,
         some.number,
@@ -99,7 +101,7 @@ def _launch_dense(inputs: Inputs, block: Block, some: Placed, part: Part, step: 
     numbers, values = floats_of((None, None, cap, scale), teacher.device)
     kind = "variation" if varies else {0: "forward", 1: "reverse"}.get(beta, "from_p" if beta <= 0.5 else "from_q")
     constants = {
-        "their_way": cap is not None,
+        "their_way": (cap is not None, isinstance(scale, Tensor) or scale != 1),
         "KIND": kind,
         "STEP": step,
     }

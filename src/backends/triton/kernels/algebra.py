@@ -38,6 +38,7 @@ __all__ = [
     "activation_of",
     "exp",
     "exponent",
+    "exponents",
     "finish",
     "finite",
     "given_rows",
@@ -104,15 +105,16 @@ def times(share, value):
 
 
 @triton.jit
-def _below(x, softcap):
-    """Return b = 1 / (1 + e^(2 x / k)), from which both the softcap and its slope are computed.
+def _below(z, activation):
+    """Return b = 1 / (1 + e^(2 s z / k)), from which both the softcap and its slope are computed.
 
     A GPU computes special functions at an eighth of its rate, and a capped logit needs two exponentials besides. So
     this reciprocal is made of other operations: a guess from the bits of the number, wrong by up to 1/18, a cubic and a
-    quadratic step. Its error is one or two roundings. It is exactly 1 for x = -inf, where the slope is 0, and at least
-    2e-38.
+    quadratic step. Its error is one or two roundings. It is exactly 1 for s z = -inf, where the slope is 0, and at
+    least 2e-38.
     """
-    n = tl.maximum(-1 - tl.math.exp2(x * ((2 * LOG2E) / softcap)), -4e37, propagate_nan=tl.PropagateNan.ALL)
+    power = tl.math.exp2(z * (activation[0] * ((2 * LOG2E) / activation[1])))
+    n = tl.maximum(-1 - power, -4e37, propagate_nan=tl.PropagateNan.ALL)
     b = (-0x010E0000 - n.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     rest = tl.fma(n, b, 1.0)
     b = tl.fma(tl.fma(rest, rest, rest), b, b)
@@ -126,10 +128,10 @@ def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     `Way.quick` computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is
     enough for 16-bit logits, unless EXACT.
     """
-    x = z * activation[0]
+    x = z * activation[0] if way.scaled else z
     if way.capped:
         if way.quick and not EXACT:
-            x = tl.fma(_below(x, activation[1]), -2 * activation[1], activation[1])
+            x = tl.fma(_below(z, activation), -2 * activation[1], activation[1])
         else:
             x = activation[1] * tanh(x / activation[1])
     return x
@@ -140,25 +142,26 @@ def slope(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
     found = tl.zeros_like(z) + activation[0]
     if way.capped:
-        x = z * activation[0]
         if way.quick and not EXACT:
-            below = _below(x, activation[1])
-            found *= 4 * tl.fma(-below, below, below)
+            below = _below(z, activation)
+            found = (4 * activation[0]) * tl.fma(-below, below, below)
         else:
-            t = exp(-2 * tl.abs(x / activation[1]))
+            t = exp(-2 * tl.abs(z * activation[0] / activation[1]))
             found *= 4 * t / ((1 + t) * (1 + t))
     return found
 
 
 @triton.jit
 def quick_exponent(z, activation, reference, way: tl.constexpr):
-    """Return log2 of e^x divided by 2^reference, by one multiply-add after `activate`.
+    """Return log2 of e^x divided by 2^reference, by one multiply-add, after `activate` with a softcap.
 
     The rounding error of a reference m log2(e) is the same in all terms of a row and cancels.
     """
     if way.capped and way.quick:
-        below = _below(z * activation[0], activation[1])
+        below = _below(z, activation)
         e2 = tl.fma(below, activation[1] * (-2 * LOG2E), -(reference - activation[1] * LOG2E))
+    elif not way.capped:
+        e2 = tl.fma(z, activation[0] * LOG2E, -reference)
     else:
         e2 = tl.fma(activate(z, activation, way), LOG2E, -reference)
     return e2
@@ -169,6 +172,16 @@ def exponent(x, reference, EXACT: tl.constexpr):
     """Return log2 of e^(x - reference). It subtracts before it multiplies if EXACT, and for large references."""
     exact = (tl.abs(reference) >= FAR) | EXACT
     return tl.where(exact, (x - reference) * LOG2E, tl.fma(x, LOG2E, -reference * LOG2E))
+
+
+@triton.jit
+def exponents(z, reference, activation, way: tl.constexpr):
+    """Return `exponent` of the x of raw logits. A logit scale costs nothing."""
+    if way.exact and not way.capped:
+        e2 = tl.fma(z, activation[0], -reference) * LOG2E
+    else:
+        e2 = exponent(activate(z, activation, way), reference, way.exact)
+    return e2
 
 
 @triton.jit
@@ -195,7 +208,7 @@ def log1p(r):
 @triton.jit
 def order(z, activation):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it."""
-    return tl.where(activation[0] < 0, -z, tl.where(activation[0] == 0, 0.0, z))
+    return z * tl.where(activation[0] < 0, -1.0, tl.where(activation[0] == 0, 0.0, 1.0))
 
 
 @triton.jit

@@ -38,7 +38,17 @@ from xent.backends.triton.kernels.algebra import (
     slope,
     times,
 )
-from xent.backends.triton.kernels.divergence_kernel import HIDDEN, begin, gap, is_near, peak, read, write
+from xent.backends.triton.kernels.divergence_kernel import (
+    HIDDEN,
+    begin,
+    gap,
+    is_near,
+    peak,
+    read,
+    scale_of,
+    steepness,
+    write,
+)
 from xent.backends.triton.kernels.fold import fill, first_loads, row_sums
 from xent.backends.triton.launches import kernel
 
@@ -104,6 +114,7 @@ def top_k_kernel(
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a = facts[1]
+    factor *= scale_of(ours, way)
     source, vocabulary, _bend = ours
     last = (vocabulary - 1) // BLOCK * BLOCK
     if a == 0 if ENTROPY else excluded:
@@ -169,7 +180,7 @@ def top_k_kernel(
             for back in range(0, last + 1, BLOCK):
                 z, x = read(ours, last - back, way, True)
                 write(place, last - back, ours, z, exp(x - m_others) * each * factor, way)
-            g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, ours[2], way))
+            g_k = ((mass + left) * p_k - q) * (factor * steepness(z_k, ours, way))
             tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
     if excluded:

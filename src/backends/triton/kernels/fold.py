@@ -36,6 +36,7 @@ from xent.backends.triton.kernels.algebra import (
     activate,
     activation_of,
     exponent,
+    exponents,
     finite,
     load,
     order,
@@ -139,7 +140,7 @@ def _in_lanes(values, LANES: tl.constexpr):
 def _exponents(z, reference, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
     if CAREFUL:
-        return exponent(activate(z, activation, way), reference, way.exact)
+        return exponents(z, reference, activation, way)
     else:
         return quick_exponent(z, activation, reference * LOG2E, way)
 

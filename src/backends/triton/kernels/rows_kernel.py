@@ -35,6 +35,7 @@ from xent.backends.triton.kernels.algebra import (
     activate,
     activation_of,
     exponent,
+    exponents,
     finish,
     finite,
     gradient_factor,
@@ -61,14 +62,14 @@ __all__ = ["TAG", "WORDS", "gradient_kernel", "rows_kernel"]
 def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr, FOLDED: tl.constexpr):
     """Return the gradient of a block of raw logits; at the target it is wrong and must be overwritten.
 
-    `terms` are m, factor, log_factor, delta and gamma, see `finish`. With FOLDED, the factor is in the exponent: the
-    first is log2(e) m - log2(factor), in units of log2.
+    `terms` are m, factor, log_factor, delta and gamma, see `finish` and `_scaled`. With FOLDED, the factor is in the
+    exponent: the first is log2(e) m - log2(factor), in units of log2.
     """
     reference, factor, log_factor, delta, gamma = terms
     if FOLDED:
         g = tl.math.exp2(quick_exponent(z, activation, reference, way))
     else:
-        e2 = exponent(activate(z, activation, way), reference, way.exact)
+        e2 = exponents(z, reference, activation, way)
         g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), log_factor, factor) if way.of_entropy else factor)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
@@ -78,8 +79,17 @@ def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr
                 g -= gamma * q
         else:
             g -= delta
-    g *= slope(z, activation, way)
+    if way.capped:
+        g *= slope(z, activation, way)
     return g
+
+
+@triton.jit
+def _scaled(terms, activation, way: tl.constexpr):
+    """Return terms of the gradient that contain the logit scale, unless `slope` has it, with a softcap."""
+    m, factor, log_factor, delta, gamma = terms
+    scale = 1.0 if way.capped else activation[0]
+    return m, factor * scale, log_factor * scale, delta * scale, gamma * scale
 
 
 @triton.jit
@@ -168,6 +178,7 @@ def gradient_kernel(
         activation = activation_of(row_at(start + here, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
         terms = tl.load(made), tl.load(made + slot), tl.load(made + 3 * slot), tl.load(made + 4 * slot), 0.0
+        terms = _scaled(terms, activation, way)
         weights = rows.class_weight if way.smoothed else None, None
         _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
@@ -363,13 +374,14 @@ def rows_kernel(
             if tl.where(has_statistics(upstreams), ignored, excluded):
                 fill(place + off, 0.0, 0, size, way)
             else:
-                m2 = m * LOG2E
+                terms = _scaled((m, factor, log_factor, delta, gamma), activation, way)
+                factor, m2 = terms[1], m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
                 if not (way.exact or way.of_entropy) and foldable:
-                    terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, log_factor, delta, gamma
-                    _write_gradient(line, place, 0, terms, weights, activation, way, True)
+                    reference = m2 - tl.log2(tl.where(foldable, factor, 1.0))
+                    folded = reference, factor, terms[2], terms[3], terms[4]
+                    _write_gradient(line, place, 0, folded, weights, activation, way, True)
                 else:
-                    terms = m, factor, log_factor, delta, gamma
                     _write_gradient(line, place, 0, terms, weights, activation, way, False)
                 if not GIVEN:
                     tl.debug_barrier()
