@@ -453,6 +453,19 @@ FAULTS = [
         "g *= slope(z, activation, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
     ),
     Fault(
+        "kernel: logit scale not differentiated", KERNELS + "rows_kernel.py",
+        "scale = 1.0 if way.capped else activation[0]", "scale = 1.0", (MATRIX, "-k", "scale"), "triton",
+    ),
+    Fault(
+        "kernel: later tiles overwrite the first", KERNELS + "fold.py",
+        "there, least = adds != 0,", "there, least = adds > 1,", ("tests/triton/test_tiles.py",), "triton",
+    ),
+    Fault(
+        "kernel: gradient of a loss without an upstream gradient", KERNELS + "algebra.py",
+        "r = tl.where(has_statistics(upstreams) & ~is_given(upstreams.loss), 0.0, r)", "r = r * 1.0",
+        (MATRIX, "-k", "stats or entropy"), "triton",
+    ),
+    Fault(
         "kernel: no gradient at class 0", KERNELS + "rows_kernel.py",
         "g_y.to(grad.dtype.element_ty), mask=has_target)", "g_y.to(grad.dtype.element_ty), mask=has_target & (y > 0))",
         ("tests/triton/test_rows.py", "-k", "sizes"), "triton",
