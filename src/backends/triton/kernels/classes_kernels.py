@@ -260,7 +260,7 @@ def support_kernel(
         m, sums, top, _first = row_sums(
             line, first_loads(line, place_y, way), place_y, x_y, (None, None), side[2], way
         )  # fmt: skip
-        rest, _below, mixed, squares, level, _h, _shares, _mass = sums
+        rest, _below, mixed, squares, level, _surprise, _mass, _given = sums
         found = tl.full((), NOWHERE, tl.int64)
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)

@@ -2,12 +2,16 @@
 
 `row_sums` takes exponentials relative to the largest logit of the row's first block, or of other classes in the
 target's lane if that is the target, so it needs no maximum over the row. If that overflows or underflows, it finds the
-largest x and reads the row again. Each lane has the following sums over its classes, with e = e^(x - m)::
+largest x and reads the row again. Each lane has the following sums over its classes, with e = e^(x - m). They are named
+like the packed sums of `xent.backends.torch.contract`, but in units of log2::
 
-    s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
+    rest = sum e    below = -sum w log2 e    mixed = sum e log2 e    squares = sum e^2    level = sum x
 
-All but s are computed only if they are needed. With class probabilities, w are the shares of classes in the loss
-(`shares_of`), and there are three sums more: minus that of probabilities times log2 e, of shares and of probabilities.
+All but `rest` are computed only if they are needed. With class probabilities q, w are the shares of classes in the loss
+(`shares_of`), and there are three sums more::
+
+    surprise = -sum q log2 e    mass = sum w    given = sum q
+
 A lane also has its largest key (`order`) and the first class of that block.
 
 In a row that does not begin at a multiple of 16 bytes (skewed), a lane has other classes than in an aligned row. Before
@@ -151,7 +155,7 @@ def _add(
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
     LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
-    s, t, u, q, v, h, shares, mass, best, at = sums
+    rest, below, mixed, squares, level, surprise, mass, given, best, at = sums
     _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
@@ -160,24 +164,24 @@ def _add(
         e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
     added = _in_lanes(e, LANES)
-    s += added
+    rest += added
     if way.entropy:
-        t += _in_lanes(e * tl.maximum(e2, FLOOR), LANES)
+        mixed += _in_lanes(e * tl.maximum(e2, FLOOR), LANES)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
-            given, share = shares_of(weights, classes, inside)
-            u -= _in_lanes(times(share, e2), LANES)
+            q, share = shares_of(weights, classes, inside)
+            below -= _in_lanes(times(share, e2), LANES)
             if weights[1] is not None:
-                h -= _in_lanes(times(given, e2), LANES)
-                shares += _in_lanes(share, LANES)
-                mass += _in_lanes(given, LANES)
+                surprise -= _in_lanes(times(q, e2), LANES)
+                mass += _in_lanes(share, LANES)
+                given += _in_lanes(q, LANES)
         else:
-            u -= _in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
+            below -= _in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
     if way.squared:
-        q += _in_lanes(e * e, LANES)
+        squares += _in_lanes(e * e, LANES)
     if way.averaged:
         x = activate(z, activation, way)
-        v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
+        level += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
         key = order(z, activation)
         key = tl.where(inside, key, -float("inf")) if MASKED else key
@@ -185,7 +189,7 @@ def _add(
         largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
-    return s, t, u, q, v, h, shares, mass, best, at
+    return rest, below, mixed, squares, level, surprise, mass, given, best, at
 
 
 @triton.jit
@@ -215,29 +219,25 @@ def _over_lanes(values, off, lane, way: tl.constexpr):
 
 @triton.jit
 def _joined(sums, off, loads, reference, weights, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
-    """Return sums over all lanes: s, t and q without the target, the others with it.
+    """Return sums over all lanes: rest, mixed and squares without the target, the others with it.
 
     The target's lane is summed again.
     Subtracting the target from a sum would cancel if the target is nearly the whole sum.
     """
-    s, t, u, q, v, h, shares, mass, _best, _at = sums
+    rest, below, mixed, squares, level, surprise, mass, given, _best, _at = sums
     _z, _ahead, z, lane, inside = loads
     e2 = tl.where(inside, _exponents(z, reference, activation, way, CAREFUL), -float("inf"))
     e = tl.math.exp2(e2)
-    rest = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
-    below, mixed, squares, level, surprise, all_shares, all_q = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    if way.smoothed:
-        below = _over_lanes(u, off, -1, way)
-    if way.entropy:
-        mixed = _over_lanes(t, off, lane, way) + tl.sum(e * tl.maximum(e2, FLOOR), 0)
-    if way.squared:
-        squares = _over_lanes(q, off, lane, way) + tl.sum(e * e, 0)
-    if way.averaged:
-        level = _over_lanes(v, off, -1, way)
-    if weights[1] is not None:
-        surprise = _over_lanes(h, off, -1, way)
-        all_shares, all_q = _over_lanes(shares, off, -1, way), _over_lanes(mass, off, -1, way)
-    return rest, below, mixed, squares, level, surprise, all_shares, all_q
+    return (
+        _over_lanes(rest, off, lane, way) + tl.sum(e, 0),
+        _over_lanes(below, off, -1, way) if way.smoothed else 0.0,
+        _over_lanes(mixed, off, lane, way) + tl.sum(e * tl.maximum(e2, FLOOR), 0) if way.entropy else 0.0,
+        _over_lanes(squares, off, lane, way) + tl.sum(e * e, 0) if way.squared else 0.0,
+        _over_lanes(level, off, -1, way) if way.averaged else 0.0,
+        0.0 if weights[1] is None else _over_lanes(surprise, off, -1, way),
+        0.0 if weights[1] is None else _over_lanes(mass, off, -1, way),
+        0.0 if weights[1] is None else _over_lanes(given, off, -1, way),
+    )
 
 
 @triton.jit
@@ -349,7 +349,7 @@ def fold_kernel(
         nothing = tl.full((), -float("inf"), tl.float32)
         weights = rows.class_weight if way.smoothed else None, None
         m, found_sums, top, found = row_sums(line, loads, y, nothing, weights, activation, way)
-        rest, below, mixed, squares, level, _h, _shares, _mass = found_sums
+        rest, below, mixed, squares, level, _surprise, _mass, _given = found_sums
         peak = tl.where(rest == 0, -float("inf"), m)
         found += first
         counted = width.to(tl.float32)

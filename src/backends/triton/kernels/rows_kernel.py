@@ -348,7 +348,7 @@ def rows_kernel(
         x_y = activate(z_y, activation, way, True)
         x_here = tl.where(has_target, x_y, -float("inf"))
         m, sums, top, found = row_sums(line, loads, y_here, x_here, weights, activation, way)
-        rest, below, mixed, squares, level, surprise, all_shares, all_q = sums
+        rest, below, mixed, squares, level, surprise, mass, all_q = sums
         found += cut
         if way.parts > 1:
             z_y, m, rest, mixed, squares, level, found = _exchanged(
@@ -360,7 +360,7 @@ def rows_kernel(
 
         total_weight = vocabulary * 1.0
         if GIVEN:
-            total_weight = all_shares
+            total_weight = mass
         elif way.smoothed and rows.class_weight is not None:
             total_weight = tl.load(rows.total_weight)
         factor, log_factor, delta, g_y, gamma = finish(
