@@ -15,6 +15,7 @@ __all__ = ["VARIABLES", "environment", "main"]
 VARIABLES = {
     "XENT_BACKEND": 'replaces backend="auto"',
     "XENT_CHECK_TARGETS": "1: look at targets on accelerators too, which synchronises",
+    "XENT_LOG": "1: log the Triton kernels that are compiled to stderr",
     "XENT_PORTABLE": "1: turn the Hopper kernels off",
     "TRITON_INTERPRET": "1: Triton interprets its kernels on the CPU",
 }

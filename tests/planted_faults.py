@@ -405,11 +405,11 @@ FAULTS = [
     # Triton kernels, in the interpreter.
     Fault(
         "kernel: gradient of the z-loss halved", KERNELS + "algebra.py",
-        "excess += 2 * r * z_loss * lse", "excess += r * z_loss * lse", (MATRIX, "-k", "z_loss"), "triton",
+        "excess += times(2 * r * z_loss, lse)", "excess += times(r * z_loss, lse)", (MATRIX, "-k", "z_loss"), "triton",
     ),
     Fault(
         "kernel: gradient of the entropy without the entropy", KERNELS + "algebra.py",
-        "excess -= v * entropy", "excess -= v", (MATRIX, "-k", "entropy"), "triton",
+        "excess -= times(v, entropy)", "excess -= v", (MATRIX, "-k", "entropy"), "triton",
     ),
     Fault(
         "kernel: entropy of a sure row", KERNELS + "algebra.py",
@@ -427,7 +427,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: gradient not divided", KERNELS + "algebra.py",
-        "r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + a * 0)", "r = a", (MATRIX, "-k", "mean"), "triton",
+        "r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + tl.zeros_like(a))", "r = a", (MATRIX, "-k", "mean"), "triton",
     ),
     Fault(
         "kernel: ignore_index is always -100", KERNELS + "algebra.py",
@@ -464,6 +464,19 @@ FAULTS = [
         "g *= slope(z, activation, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
     ),
     Fault(
+        "kernel: logit scale not differentiated", KERNELS + "rows_kernel.py",
+        "scale = 1.0 if way.capped else activation[0]", "scale = 1.0", (MATRIX, "-k", "scale"), "triton",
+    ),
+    Fault(
+        "kernel: later tiles overwrite the first", KERNELS + "fold.py",
+        "there, least = adds != 0,", "there, least = adds > 1,", ("tests/triton/test_tiles.py",), "triton",
+    ),
+    Fault(
+        "kernel: gradient of a loss without an upstream gradient", KERNELS + "algebra.py",
+        "r = tl.where(has_statistics(upstreams) & ~is_given(upstreams.loss), 0.0, r)", "r = r * 1.0",
+        (MATRIX, "-k", "stats or entropy"), "triton",
+    ),
+    Fault(
         "kernel: no gradient at class 0", KERNELS + "rows_kernel.py",
         "g_y.to(grad.dtype.element_ty), mask=has_target)", "g_y.to(grad.dtype.element_ty), mask=has_target & (y > 0))",
         ("tests/triton/test_rows.py", "-k", "sizes"), "triton",
@@ -491,7 +504,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: bias of the target", KERNELS + "sums.py",
-        "z += tl.load(bias + y, mask=owned, other=0.0).to(tl.float32)", "z += 0.0",
+        "z += optional(bias, y, owned, 0.0)", "z += 0.0",
         (MATRIX, "-k", "bias and (float16 or bfloat16)"), "triton",
     ),
     Fault(
@@ -502,7 +515,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: divisor without class weights", KERNELS + "sums.py",
-        "weighted *= load(rows.class_weight + (row if OF_ROWS else y), row < count, 0.0)", "weighted *= 1.0",
+        "weighted = a * optional(rows.class_weight, tl.where(of_rows != 0, row, y), row < count, 1.0)", "weighted = a",
         (MATRIX, "-k", "weight and mean"), "triton",
     ),
     Fault(

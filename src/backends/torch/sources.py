@@ -75,7 +75,7 @@ class Stored:
         else:
             for first, logits, place in logit_blocks(self._logits, grad, part.start, part.stop):
                 start = first - part.start
-                of_teacher = None if teacher is None else teacher.block(part, start, start + len(logits))
+                of_teacher = teacher.block(part, start, start + len(logits))
                 yield Block(logits, start, 0, place, None, of_teacher)
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:

@@ -4,6 +4,7 @@
   one. `targets` launches the kernels of supports and divergences.
 - `launches` has the argument groups of all kernels and launches these, `inputs` fills them, `geometry` chooses sizes.
 - `kernels` has the kernels, and the device functions that they share.
+- `compilations` logs the kernels that are compiled.
 - `largest` launches the kernels of the most probable classes.
 - `hopper` contains two matrix products for Hopper GPUs.
 """

@@ -1,5 +1,6 @@
 """The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from xent.backends.torch.devices import is_padded
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.triton.launches import Way, cdiv, next_power_of_2
 
-__all__ = ["Layout", "Placed", "Strides", "in_blocks", "placed", "rows_of", "sizes"]
+__all__ = ["Layout", "Placed", "Size", "Strides", "in_blocks", "placed", "rows_of", "sizes"]
 
 _KIB = 1024
 _LINE = 64  # classes: a cache line of 16-bit logits, two of float32 logits
@@ -101,6 +102,49 @@ def rows_of(tensor: Tensor) -> Strides | None:
     return groups[-1][0], groups[0][1] if len(groups) == 2 else 0, groups[-1][1]
 
 
+class Size(NamedTuple):
+    """The sizes of a kernel for rows of up to `most` KiB."""
+
+    most: float
+    block: int
+    """KiB of a block."""
+    warps: int
+    registers: int = 64
+    programs: int = 1
+    """The number of programs that share a row."""
+
+
+_ANY = math.inf
+_SIZES = {
+    "read": (Size(_ANY, 16, 8),),
+    "written": (Size(48, 16, 8), Size(200, 32, 8, 128), Size(_ANY, 64, 16, 128)),
+    "written, shared": (
+        *(Size(48, 16, 8), Size(176, 32, 8, 128)),
+        *(Size(224, 16, 8, 64, 4), Size(400, 16, 8, 80, 4), Size(800, 32, 8, 128, 4), Size(_ANY, 32, 8, 128, 8)),
+    ),
+    "busy, written": (Size(48, 16, 8), Size(_ANY, 32, 16)),
+    "busy, written, shared": (
+        *(Size(48, 16, 8), Size(176, 32, 16)),
+        *(Size(224, 16, 8, 64, 4), Size(400, 16, 8, 80, 4), Size(800, 32, 16, 64, 4), Size(_ANY, 32, 16, 64, 8)),
+    ),
+    "capped, written": (Size(_ANY, 8, 8),),
+    "unaligned, read": (Size(16, 16, 16), Size(_ANY, 8, 8)),
+    "unaligned, written": (Size(16, 16, 16), Size(88, 8, 8), Size(_ANY, 16, 16)),
+    "unaligned, written, shared": (
+        *(Size(16, 16, 16), Size(88, 8, 8), Size(120, 16, 16)),
+        *(Size(400, 8, 8, 64, 4), Size(_ANY, 8, 8, 64, 8)),
+    ),
+}
+"""The sizes for rows of more than 8 KiB, by what a kernel does and where rows begin, measured on an H200
+(benchmarks/NOTES.md).
+
+A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. Short rows: several
+programs run on a multiprocessor, each with its own row. Longer rows: one program per multiprocessor. Very long rows:
+several programs share a row. Few warps with many registers are best: each warp computes a row's facts and coefficients
+again. Busy kernels take many instructions for a class: they predict classes, or cap float32 logits. Without a second
+pass, or with a softcap of 16-bit logits, rows are not shared, and four small programs per multiprocessor are best for
+all rows."""
+
 Sized = tuple[Way, int, dict[str, Any]]
 """A way with block sizes, the number of classes of a program (the last one may have fewer), and launch options."""
 
@@ -109,37 +153,23 @@ def sizes(vocabulary: int, some: Placed, way: Way, writes: bool, shares: bool, *
     """Return the sizes of `rows_kernel` and `fold_kernel` for rows of `vocabulary` classes.
 
     `writes`: whether the kernel writes their gradient. `shares`: whether programs may share a row. They do not if
-    logits and gradient are aligned differently. To predict classes or to cap logits takes many instructions.
-
-    A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. Short rows: several
-    programs run on a multiprocessor, each with its own row. Longer rows: one program per multiprocessor. Rows of more
-    than 176 KiB, unaligned ones of more than 120 KiB: several programs share a row. Few warps with many registers are
-    best: each warp computes a row's facts and coefficients again. Without a second pass, or with a softcap of 16-bit
-    logits, rows are not shared, and four small programs per multiprocessor are best for all rows.
-    Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
+    logits and gradient are aligned differently. Rows of up to 8 KiB are one block, whose largest logit is the best
     reference of sums.
     """
-    itemsize, vector, parts, registers = some.logits.itemsize, some.layout.vector, 1, 64
-    row, is_odd = vocabulary * itemsize / _KIB, some.layout.skewed or vector == 1
+    itemsize, vector = some.logits.itemsize, some.layout.vector
+    row = vocabulary * itemsize / _KIB
     if row <= 8:
         block = next_power_of_2(vocabulary)
         return in_blocks(vocabulary, some, way, block, max(min(block * itemsize // _KIB, 8), 1), **more)
+    unaligned, shared = some.layout.skewed or vector == 1, shares and vector > 1
+    kind = "unaligned, " if unaligned else "busy, " if writes and (way.predicted or way.capped) else ""
+    kind += ("written, shared" if shared else "written") if writes else "read"
     if way.capped and writes and itemsize == 2 and row > 16:
-        kib, warps = 8, 8
-    elif shares and writes and vector > 1 and row > (120 if is_odd else 176):
-        parts = 4 if row <= (400 if is_odd else 800) else 8
-        kib, warps = (8 if is_odd else 16 if row <= 400 else 32), 8
-        if not is_odd and row > 224:
-            warps, registers = (8, 80) if row <= 400 else (16, 64) if way.predicted else (8, 128)
-    elif is_odd and (row <= 16 or (writes and row > 88)):
-        kib, warps = 16, 16
-    elif not writes or is_odd or row <= 48:
-        kib, warps = 8 if is_odd else 16, 8
-    elif way.predicted or way.capped:
-        kib, warps = 32, 16
-    else:
-        kib, warps, registers = (32, 8, 128) if row <= 200 else (64, 16, 128)
-    return in_blocks(vocabulary, some, way, kib * _KIB // itemsize, warps, registers, parts, **more)
+        kind = "capped, written"
+    size = next(size for size in _SIZES[kind] if row <= size.most)
+    return in_blocks(
+        vocabulary, some, way, size.block * _KIB // itemsize, size.warps, size.registers, size.programs, **more
+    )
 
 
 def in_blocks(
@@ -155,7 +185,6 @@ def in_blocks(
     share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _LINE) * _LINE
     way = way._replace(
         block=block,
-        lanes=block if skewed else block // vector,
         blocks=next_power_of_2(cdiv(share, block)),
         parts=parts,
         **some.layout._asdict(),

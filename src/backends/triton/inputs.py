@@ -25,17 +25,19 @@ from xent.backends.triton.launches import (
     Rows,
     Upstreams,
     Way,
+    absent,
     alignment,
-    next_power_of_2,
+    no_rows,
+    no_upstreams,
 )
 from xent.core.call import Allowed, Classes, Probabilities, TopK, differs
 
 __all__ = ["Decisions", "Inputs", "floats_of"]
 
-_NO_UPSTREAMS = Upstreams()
 _MANY = 1024
 _LARGEST_SOFTCAP = 256
 _NO_LIMIT = 2**62
+_DIVISOR_BLOCK = 4096  # rows
 
 
 class Decisions:
@@ -49,13 +51,11 @@ class Decisions:
         statistics = upstream is not None and (upstream.lse or upstream.nll or of_entropy)
         self.stats = stats = options.stats if upstream is None else ()
         """The statistics that are computed."""
+        self.statistics = statistics
+        """Whether there are upstream gradients of statistics."""
         self.way = Way(
             capped=activation.softcap is not None,
-            scaled=differs(activation.logit_scale, 1) or activation.temperature is not None,
             smoothed=smooths(options.label_smoothing) or isinstance(target, Probabilities),
-            z_loss=differs(options.z_loss, 0),
-            all_rows=bool(stats) or statistics,
-            statistics=statistics,
             of_entropy=of_entropy,
             entropy=of_entropy or "entropy" in stats,
             squared="log_sum_sq_probs" in stats,
@@ -69,8 +69,15 @@ class Decisions:
         names = () if upstream is not None else [name for name in ("loss", *stats) if name not in ("count", "rank")]
         self.recorded = [(name, torch.int64 if name == "predictions" else torch.float32) for name in names]
         """The results of rows that kernels of a forward pass record, with their dtypes."""
-        changed = self.way.capped or self.way.scaled or self.way.z_loss or differs(options.label_smoothing, 0)
-        self.numbers = None if changed else Numbers(1.0, 0.0, 0.0, 0.0, 1.0)
+        # The kernel that finishes the sums of class targets is the same in both passes.
+        known = options.stats if upstream is None or isinstance(target, Classes) else ()
+        self.known = tuple(name for name in Results._fields if name in known)
+        """The statistics whose results kernels have the sums for."""
+        self.scaled = differs(activation.logit_scale, 1) or activation.temperature is not None
+        changed = activation.softcap is not None or self.scaled
+        changed = changed or differs(options.z_loss, 0) or differs(options.label_smoothing, 0)
+        self.all_rows = float(bool(stats) or statistics)
+        self.numbers = None if changed else Numbers(1.0, 0.0, 0.0, 0.0, 1.0, self.all_rows)
         """The numbers of the options, if these are neutral."""
         self.launches: dict[Any, Launch] = {}
 
@@ -105,20 +112,38 @@ class Inputs:
         self.numbers: Numbers = decisions.numbers
         if decisions.numbers is None:
             values = options.label_smoothing, options.z_loss, softcap, scale
-            (smoothing, z_loss, *activation), numbers = floats_of(values, self.device)
-            self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, z_loss, *activation)
-        weight = total = None
+            (smoothing, z_loss, cap, factor), numbers = floats_of(values, self.device)
+            self.numbers = Numbers(
+                1 - smoothing, smoothing / setting.vocabulary, z_loss, cap, factor, decisions.all_rows
+            )
+        nothing, smoothed = no_rows(self.device), self.way.smoothed
+        weight, total = None if smoothed else nothing.class_weight, None
         if options.weight is not None:
             weight = options.weight.float().contiguous()
-            total = weight.sum() if self.way.smoothed else None
-        rows = Rows(ids, options.sample_weight, weight, total, None, temperature, numbers)
-        self.kind = alignment(ids, options.sample_weight, weight, temperature)
+            total = weight.sum() if smoothed and not isinstance(target, Probabilities) else None
+        self.knows_activation = numbers is None and temperature is None
+        """Whether logit scale and softcap are numbers, the same for all rows."""
+        rows = Rows(
+            ids,
+            nothing.sample_weight if options.sample_weight is None else options.sample_weight,
+            weight,
+            total,
+            nothing.divisor,
+            nothing.temperature if temperature is None else temperature,
+            nothing.numbers if numbers is None else numbers,
+            nothing.order,
+        )
+        self.kind = alignment(ids, options.sample_weight, options.weight, temperature)
         """The alignment of the tensors of callers in argument groups; that of others is known."""
-        self.upstreams = _NO_UPSTREAMS
+        self.upstreams = no_upstreams(self.device)
         if upstream is not None:
-            expanded = [None if each is None else each.expand(self.count).contiguous() for each in upstream]
-            self.upstreams = Upstreams(*expanded)
-            self.kind += alignment(*expanded)
+            expanded = {
+                name: gradient.expand(self.count).contiguous()
+                for name, gradient in zip(Upstreams._fields, upstream, strict=True)
+                if gradient is not None
+            }
+            self.upstreams = self.upstreams._replace(**expanded)
+            self.kind += alignment(*expanded.values())
         if upstream is None and looks_at_targets(self.device):
             if ids is not None and self.limit != _NO_LIMIT:
                 check_targets(ids, self.ignore_index, self.limit)
@@ -126,17 +151,17 @@ class Inputs:
                 of_rows = torch.ones(self.count) if options.sample_weight is None else options.sample_weight
                 impossible(target, setting, of_rows == 0)
         mean = options.reduction == "mean"
+        self.has_divisor = mean or setting.in_float16 or decisions.counts
         self.counted: Tensor | None = None
         """() int64: the number of rows with a target; None if no statistic needs it."""
         if decisions.counts:
             self.counted = torch.empty((), dtype=torch.int64, device=self.device)
-        self.divides = mean or setting.in_float16 or decisions.counts
-        alike = isinstance(target, Classes) and weight is options.sample_weight is options.normalizer is None
+        alike = isinstance(target, Classes) and options.weight is options.sample_weight is options.normalizer is None
         self.counts = mean and alike and self.count <= MOST_COUNTED and not (setting.in_float16 or decisions.counts)
         """Whether `rows_kernel` counts the rows that divide a mean, and needs no divisor."""
         self.rows = rows
         """With the divisor, unless `counts`."""
-        if self.divides and not self.counts:
+        if self.has_divisor and not self.counts:
             self.rows = rows._replace(divisor=self._divisor(rows, options.normalizer if mean else 1.0))
         self._divided: Rows | None = None
 
@@ -154,23 +179,24 @@ class Inputs:
         in_float16, shards, device = self.setting.in_float16, self.setting.call.shards, self.device
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=device)
-        weight = rows.class_weight if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
+        nothing, given = absent(device), None if self.options.weight is None else rows.class_weight
+        weight = given if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
         if shards is not None and weight is not None:
             weight = weights_of(weight, cast(rows.target, torch.int64), shards)
         others, scale, numbers = 0.0, 1.0, None
         if in_float16:
-            (others, scale), numbers = floats_of(options_of_float16(self.setting, rows.class_weight), device)
-        if weight is not rows.class_weight:
-            rows = rows._replace(class_weight=weight)
-        divisor = torch.empty(3, dtype=torch.float32, device=device)
-        block = min(next_power_of_2(max(self.count, 16)), 4096)
-        launches, key = self.decisions.launches, ("divisor", in_float16, block)
-        if key not in launches:
-            constants = {"FLOAT16": in_float16, "OF_ROWS": shards is not None, "BLOCK": block}
-            launches[key] = Launch(divisor_kernel, constants, num_warps=4 if block <= 1024 else 16)
-        launches[key](
-            *(self.kind, 1, rows, normalizer, divisor, self.counted, self.count, self.ignore_index, self.limit),
-            *(others, scale, numbers),
+            (others, scale), numbers = floats_of(options_of_float16(self.setting, given), device)
+        weight = nothing if weight is None else weight
+        if weight is not rows.class_weight or rows.total_weight is not None:
+            rows = rows._replace(class_weight=weight, total_weight=None)
+        divisor, launches = torch.empty(3, dtype=torch.float32, device=device), self.decisions.launches
+        if "divisor" not in launches:
+            launches["divisor"] = Launch(divisor_kernel, {"BLOCK": _DIVISOR_BLOCK}, num_warps=16)
+        launches["divisor"](
+            *(self.kind, 1, rows, nothing if normalizer is None else normalizer, divisor),
+            *(absent(device, torch.int64) if self.counted is None else self.counted, self.count, self.ignore_index),
+            *(self.limit, others, scale, nothing if numbers is None else numbers),
+            *(int(in_float16), int(shards is not None)),
         )
         return divisor
 
@@ -180,22 +206,19 @@ class Inputs:
         The index counts in `Rows.order`, or in the order of the call. The third value is the kind of the launch.
         `counts`: whether the kernel needs no divisor if `self.counts`.
         """
-        order, rows = part.rows, self.rows
-        kind: Any = self.kind
-        if self.counts:
-            rows, kind = (rows, (kind, counts)) if counts else (self.divided, kind)
+        order, rows = part.rows, self.rows if counts else self.divided
         if order is None:
-            return rows, part.start + start, kind
-        return rows._replace(order=order), start, (kind, order.data_ptr() % 16 == 0)
+            return rows, part.start + start, self.kind
+        return rows._replace(order=order), start, (self.kind, order.data_ptr() % 16 == 0)
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
 
         This is so for 16-bit logits of many classes, unless the softcap is large, unknown or differs by row.
         """
-        known = self.rows.numbers is None and self.rows.temperature is None
-        exact = self.way.capped and not (known and self.numbers.softcap <= _LARGEST_SOFTCAP)
-        return half and self.setting.vocabulary >= _MANY and not exact
+        if not (self.way.capped and half and self.knows_activation and self.setting.vocabulary >= _MANY):
+            return False
+        return self.numbers.softcap <= _LARGEST_SOFTCAP
 
 
 def floats_of(numbers: tuple[Any, ...], device: torch.device) -> tuple[list[float], Tensor | None]:

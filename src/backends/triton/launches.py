@@ -1,9 +1,11 @@
 """Launches of kernels, and the argument groups that kernels, their device functions and launches share.
 
-Each group is declared once, and passed as one argument. A member that a call does not have is None, and Triton compiles
-its branches away. Members are contiguous tensors, or floats: Triton specialises a compiled kernel for other numbers in
-a group. These are arguments of their own. No member may be called `values` or `type`: Triton's tuples have these
-attributes.
+Each group is declared once, and passed as one argument. A member that a call does not have is a tensor without
+elements, whose address is null (`absent`): kernels look at the address as they run, and one compiled kernel serves
+calls with and without the member. Where that would cost time for each class the member is None, and Triton compiles its
+branches away.
+Members are contiguous tensors, or floats: Triton specialises a compiled kernel for other numbers in a group. These are
+arguments of their own. No member may be called `values` or `type`: Triton's tuples have these attributes.
 
 Each kernel is compiled once for each combination of argument types, and later launches skip Triton's binder. The binder
 takes 20 to 65 us of host time per launch, a launch of the compiled kernel 12 to 26 us. These kernels are specialised
@@ -13,11 +15,14 @@ compiled kernel is correct for every later launch with the same key.
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from xent.backends.triton import compilations  # noqa: F401 (logs what the first launches compile)
 
 __all__ = [
     "Columns",
@@ -27,12 +32,16 @@ __all__ = [
     "Rows",
     "Upstreams",
     "Way",
+    "absent",
     "alignment",
     "cdiv",
     "is_interpreted",
     "kernel",
     "launch",
     "next_power_of_2",
+    "no_results",
+    "no_rows",
+    "no_upstreams",
 ]
 
 
@@ -46,31 +55,36 @@ class Numbers(NamedTuple):
     z_loss: float
     softcap: float
     logit_scale: float
+    all_rows: float = 0.0
+    """1 if rows with weight 0 are computed, for statistics or gradients of these."""
 
 
 class Rows(NamedTuple):
-    """What the rows of a call have besides logits: (N,) in the order of the call, unless another shape is given."""
+    """What the rows of a call have besides logits: (N,) in the order of the call, unless another shape is given.
+
+    All but the target, class weights and their sum may be null (`no_rows`).
+    """
 
     target: Any = None
     """Integers; None for class probabilities."""
     sample_weight: Any = None
     class_weight: Any = None
-    """(C,) float32: of the classes of this rank."""
+    """(C,) float32: of the classes of this rank. Null if there are none, or None with label smoothing."""
     total_weight: Any = None
-    """() float32: the sum of the class weights of this rank."""
+    """() float32: the sum of the class weights of this rank, with label smoothing."""
     divisor: Any = None
     """(3,) float32: the divisor D, what gradients of rows are divided by (0 if D is 0), and the remaining factor of
-    float16 gradients. None if D is 1."""
+    float16 gradients. Null if D is 1."""
     temperature: Any = None
     numbers: Any = None
     """(4,) float32: label smoothing, z-loss, softcap and logit scale, if one of them is a tensor; they replace
     `Numbers`."""
     order: Any = None
-    """int64: the rows in the order in which they are computed; None for that of the call."""
+    """int64: the rows in the order in which they are computed; null for that of the call."""
 
 
 class Upstreams(NamedTuple):
-    """Upstream gradients, (N,) float32 each. If that of a statistic is given, gradients are for these."""
+    """Upstream gradients, (N,) float32 each, or null. If that of a statistic is given, gradients are for these."""
 
     loss: Any = None
     lse: Any = None
@@ -79,7 +93,10 @@ class Upstreams(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of rows, (N,) float32 each, in the order of the call. Those not asked for are None."""
+    """The results of rows, (N,) float32 each, in the order of the call. Those not asked for are null.
+
+    Those whose sums are not computed are None.
+    """
 
     loss: Any = None
     lse: Any = None
@@ -119,18 +136,13 @@ class Columns(NamedTuple):
 class Way(NamedTuple):
     """How kernels compute rows of stored logits: one constant, which they pass on to their device functions."""
 
-    capped: bool
+    capped: bool = False
     """Whether there is a softcap."""
-    scaled: bool
-    """Whether there is a logit scale."""
-    smoothed: bool
-    z_loss: bool
-    all_rows: bool
-    """Whether rows with weight 0 are computed, for statistics or gradients of these."""
-    statistics: bool
-    """Whether there are upstream gradients of statistics,"""
-    of_entropy: bool
-    """and among them one of the entropy."""
+    scaled: bool = True
+    """Whether there may be a logit scale, where it costs time for each class."""
+    smoothed: bool = False
+    of_entropy: bool = False
+    """Whether there may be an upstream gradient of the entropy."""
     entropy: bool = False
     """Which sums a fold computes besides that of exponentials: of e log2 e,"""
     squared: bool = False
@@ -143,10 +155,6 @@ class Way(NamedTuple):
     """Whether exponents subtract the reference before they multiply: for float32 logits, and sums that are merged."""
     quick: bool = False
     """Whether a softcap may have a small error, see `activate`."""
-    counts: bool = False
-    """Whether each program counts the rows that divide a mean, see `rows_kernel`."""
-    folds: bool = False
-    """Whether the gradient's factor may go into the exponent."""
     grouped: bool = False
     """Whether rows are in several groups, see `position`."""
     skewed: bool = False
@@ -156,12 +164,39 @@ class Way(NamedTuple):
     vector: int = 1
     """Elements of 16 bytes; 1 if logits and gradient are aligned differently."""
     block: int = 1
-    lanes: int = 1
-    """The number of partial sums of a row."""
     blocks: int = 1
     """At least the number of blocks of a program's classes, if they are aligned: a power of two."""
     parts: int = 1
     """The number of programs that share a row: a power of two."""
+
+
+@cache
+def absent(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor for what a call does not have. It has no memory, and its address is null."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+@cache
+def no_rows(device: torch.device) -> Rows:
+    """Return the group of rows that have nothing."""
+    nothing = absent(device)
+    return Rows(None, nothing, nothing, None, nothing, nothing, nothing, absent(device, torch.int64))
+
+
+@cache
+def no_results(device: torch.device, known: tuple[str, ...]) -> Results:
+    """Return the group without results, for kernels that know some statistics besides those that cost nothing."""
+    names = {"loss", "lse", "nll", "z_loss", *known}
+    if "predictions" in names or "accuracy" in names:
+        names |= {"predictions", "accuracy"}
+    dtypes = {name: torch.int64 if name == "predictions" else torch.float32 for name in names}
+    return Results(**{name: absent(device, dtype) for name, dtype in dtypes.items()})
+
+
+@cache
+def no_upstreams(device: torch.device) -> Upstreams:
+    """Return the group without upstream gradients."""
+    return Upstreams(*[absent(device)] * len(Upstreams._fields))
 
 
 _UNSPECIALISED = {int, float, Numbers, type(None)}

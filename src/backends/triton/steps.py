@@ -20,7 +20,16 @@ from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.fold import fold_kernel
 from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel, rows_kernel
 from xent.backends.triton.kernels.sums import finish_kernel, partition_kernel, scale_kernel, select_kernel
-from xent.backends.triton.launches import Columns, Launch, Results, cdiv, is_interpreted, next_power_of_2
+from xent.backends.triton.launches import (
+    Columns,
+    Launch,
+    Way,
+    absent,
+    cdiv,
+    is_interpreted,
+    next_power_of_2,
+    no_results,
+)
 from xent.backends.triton.machine import multiprocessors
 from xent.core.call import Allowed, Classes, Dense, Probabilities, TopK
 
@@ -50,22 +59,20 @@ class TritonSteps:
         self.fuses = setting.call.shards is None
         self.deferred: Tensor | None = inputs.rows.divisor[2] if setting.in_float16 else None
         self.saves = isinstance(setting.call.target, Classes)
-        if inputs.decisions.recorded:
-            memory = {
-                name: torch.empty(inputs.count, dtype=dtype, device=inputs.device)
-                for name, dtype in inputs.decisions.recorded
-            }
-            inputs.recorded = Results(**memory)
+        memory = {
+            name: torch.empty(inputs.count, dtype=dtype, device=inputs.device)
+            for name, dtype in inputs.decisions.recorded
+        }
+        inputs.recorded = no_results(inputs.device, inputs.decisions.known)._replace(**memory)
 
     def partition(self) -> tuple[Tensor, Tensor]:
         """Return the partition of rows, in one launch, which also writes the results of those to leave out."""
         inputs = self.inputs
         order = torch.empty(inputs.count, dtype=torch.int64, device=inputs.device)
         counted = torch.empty((), dtype=torch.int64, device=inputs.device)
-        constants = {"ALL_ROWS": inputs.way.all_rows, "BLOCK": _PARTITIONED}
-        self.launch("partition", partition_kernel, constants, num_warps=16)(
-            *(inputs.kind, 1, inputs.rows._replace(divisor=None), inputs.recorded, order, counted),
-            *(inputs.count, inputs.ignore_index, inputs.limit),
+        self.launch("partition", partition_kernel, {"BLOCK": _PARTITIONED}, num_warps=16)(
+            *(inputs.kind, 1, inputs.rows, inputs.recorded, order, counted),
+            *(inputs.count, inputs.ignore_index, inputs.limit, int(inputs.decisions.all_rows)),
         )
         return order, counted
 
@@ -82,14 +89,15 @@ class TritonSteps:
             checks = torch.empty(count, dtype=torch.int32, device=inputs.device)
         trained = torch.empty(count, size, dtype=source.compute, device=inputs.device) if source.needs[1] else None
         if count and (rounded or trained is not None or checks is not None):
-            constants = {"STATISTICS": inputs.way.statistics, "BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
+            constants = {"BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
             self.launch("select", select_kernel, constants, num_warps=4)(
                 *(kind, count, hidden, *hidden.stride(), weight, *weight.stride()),
-                *(None if bias is None else bias.contiguous(), trained, target_logits, checks, rows, start),
-                *(inputs.ignore_index, inputs.limit, self.setting.first, self.setting.width, size),
+                *(absent(inputs.device) if bias is None else bias.contiguous(), trained, target_logits, checks),
+                *(rows._replace(class_weight=None, total_weight=None), start, inputs.ignore_index, inputs.limit),
+                *(self.setting.first, self.setting.width, size, int(inputs.decisions.statistics)),
             )
         # Rows without a gradient still have statistics, which need their real hidden states.
-        apart = inputs.stats and (rows.sample_weight is not None or inputs.divides)
+        apart = inputs.stats and (inputs.options.sample_weight is not None or inputs.has_divisor)
         hidden = source.select(part) if trained is None or apart else trained
         return Loaded(part, hidden, hidden if trained is None else trained, target_logits, checks)
 
@@ -125,7 +133,7 @@ class TritonSteps:
                 prepared(
                     *(kind, programs, some.logits, *some.rows, some.skew, grad, *some.places),
                     *(block.target_logits, saved, words, rows, inputs.upstreams, inputs.recorded, inputs.numbers),
-                    *(start, inputs.count, inputs.ignore_index, width, share, *given),
+                    *(start, inputs.count, int(inputs.counts), inputs.ignore_index, width, share, *given),
                 )
 
     def _of_whole_rows(self, some: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
@@ -134,10 +142,9 @@ class TritonSteps:
         itemsize, launches = some.logits.itemsize, inputs.decisions.launches
         half, writes, width = itemsize == 2, some.grad is not None, self.setting.vocabulary
         quick = inputs.quick(half)
-        key = "rows", some.layout, itemsize, writes, saves, quick, inputs.counts
+        key = "rows", some.layout, itemsize, writes, saves, quick
         if key not in launches:
-            more = {"exact": not half, "quick": quick, "folds": half and not inputs.way.of_entropy}
-            more["counts"] = inputs.counts
+            more = {"exact": not half, "quick": quick}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
                 size = min(next_power_of_2(width), _GIVEN_BLOCK)
                 way, share, options = in_blocks(width, some, inputs.way, size, max(size // 256, 1), **more)
@@ -152,7 +159,7 @@ class TritonSteps:
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
         inputs = self.inputs
-        setting, weight = self.setting, inputs.rows.class_weight
+        setting, weight = self.setting, None if inputs.options.weight is None else inputs.rows.class_weight
         for some in placed(block):
             width = some.logits.shape[-1]
             rows, first, kind = inputs.rows_of(part, some.start)
@@ -163,25 +170,27 @@ class TritonSteps:
             here = slice(some.start - block.start, some.start - block.start + some.number)
             target_logits = None if block.target_logits is None else block.target_logits[here]
             input_checks = None if block.input_checks is None else block.input_checks[here]
-            self._of_fold(some, width, adds)(
+            self._of_fold(some, width)(
                 *(kind, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
                 *(target_logits, input_checks, rows, inputs.numbers, first, inputs.ignore_index),
                 *(setting.first + block.first, width, setting.vocabulary),
-                range_check(setting.first, setting.first + setting.width),
+                *(range_check(setting.first, setting.first + setting.width), int(adds)),
             )
 
-    def _of_fold(self, some: Placed, width: int, adds: bool) -> Launch:
+    def _of_fold(self, some: Placed, width: int) -> Launch:
         """Return the launch of `fold_kernel` for rows of `width` classes."""
         inputs = self.inputs
         itemsize, launches = some.logits.itemsize, inputs.decisions.launches
         quick, whole = inputs.quick(itemsize == 2), not 0 < width < self.setting.width
-        key = "fold", some.layout, itemsize, width, whole, adds, quick
+        block, vocabulary = _BLOCK_BYTES // itemsize, max(self.setting.width, 1)
+        classes = vocabulary if whole or width > block else block  # of a row: the last tile may have fewer
+        key = "fold", some.layout, itemsize, whole, classes, quick
         if key not in launches:
             if whole:
-                way, _, options = sizes(max(width, 1), some, inputs.way, False, False, quick=quick)
+                way, _, options = sizes(classes, some, inputs.way, False, False, quick=quick)
             else:
-                way, _, options = in_blocks(width, some, inputs.way, _BLOCK_BYTES // itemsize, 4, quick=quick)
-            launches[key] = Launch(fold_kernel, {"columns": inputs.columns, "way": way, "ADDS": adds}, **options)
+                way, _, options = in_blocks(classes, some, inputs.way, block, 4, quick=quick)
+            launches[key] = Launch(fold_kernel, {"columns": inputs.columns, "way": way}, **options)
         prepared: Launch = launches[key]
         return prepared
 
@@ -192,17 +201,16 @@ class TritonSteps:
         made = torch.empty(6, count, dtype=torch.float32, device=sums.device) if wanted else None
         rows, first, kind = inputs.rows_of(part)
         if count:
-            constants = {"columns": inputs.columns, "way": inputs.way, "BLOCK": _FINISHED}
+            nothing, way = (
+                absent(inputs.device),
+                Way(inputs.way.capped, smoothed=inputs.way.smoothed, of_entropy=inputs.columns.mixed >= 0),
+            )
+            constants = {"columns": inputs.columns, "way": way, "BLOCK": _FINISHED}
             self.launch("finish", finish_kernel, constants, num_warps=2)(
                 *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, inputs.upstreams),
-                *(
-                    inputs.recorded,
-                    inputs.numbers,
-                    first,
-                    saved,
-                    0 if saved is None else saved.stride(0),
-                    made,
-                ),
+                *(inputs.recorded, inputs.numbers, first),
+                *((nothing, 0) if saved is None else (saved, saved.stride(0))),
+                nothing if made is None else made,
                 *(inputs.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
                 range_check(0, self.setting.vocabulary),
             )
@@ -215,9 +223,11 @@ class TritonSteps:
         for some in placed(block) if width else ():
             prepared, share = self._of_gradient(some, width)
             rows, first, kind = inputs.rows_of(part, some.start)
-            if rows.class_weight is not None:
-                own = rows.class_weight[block.first :]
-                rows, kind = rows._replace(class_weight=own), (kind, own.data_ptr() % 16 == 0)
+            own = rows.class_weight
+            if inputs.options.weight is not None:
+                own = own[block.first :]
+                kind = kind, own.data_ptr() % 16 == 0
+            rows = rows._replace(target=None, class_weight=own, total_weight=None)
             layout = some.layout
             prepared(
                 *(kind, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
@@ -235,7 +245,8 @@ class TritonSteps:
         if key not in launches:
             size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * layout.vector)
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
-            way = inputs.way._replace(quick=quick, block=size, **layout._asdict())
+            own, geometry = inputs.way, layout._asdict() | {"block": size}
+            way = Way(own.capped, smoothed=own.smoothed, of_entropy=own.of_entropy, quick=quick, **geometry)
             options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
             constants = {"way": way, "BLOCKS": blocks}
             options |= {"enable_fp_fusion": not layout.skewed}

@@ -14,8 +14,7 @@ from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.inputs import Inputs, floats_of
 from xent.backends.triton.kernels.classes_kernels import support_kernel, top_k_kernel
 from xent.backends.triton.kernels.divergence_kernel import FOLD, GRADIENT, REFOLD, WHOLE, divergence_kernel
-from xent.backends.triton.launches import Numbers, cdiv, launch, next_power_of_2
-from xent.backends.triton.launches import Rows as RowGroup
+from xent.backends.triton.launches import Numbers, Way, cdiv, launch, next_power_of_2, no_rows
 from xent.core.call import Allowed, Dense, Given, TopK
 
 __all__ = ["ShardedSteps", "whole_rows"]
@@ -36,13 +35,10 @@ def whole_rows(inputs: Inputs, block: Block, part: Part) -> None:
             grad = block.grad
             rows = _copied(block) if grad is None else placed(block._replace(logits=grad.copy_(block.logits)))
         width = target.ids.shape[1]
-        constants = {
-            "BUCKET": target.tail == "bucket",
-            "RENORMALIZED": target.tail == "renormalize",
-            "WIDTH": next_power_of_2(width),
-        }
+        constants = {"WIDTH": next_power_of_2(width)}
+        tails = int(target.tail == "bucket"), int(target.tail == "renormalize")
         for some in rows:
-            more = target.ids.contiguous(), target.log_probs.contiguous(), width, tolerance(target)
+            more = target.ids.contiguous(), target.log_probs.contiguous(), width, tolerance(target), *tails
             _launch(top_k_kernel, inputs, some, part, 4096, more, constants)
     elif isinstance(target, Allowed):
         ids, begin, end = target.classes.contiguous(), target.begin.contiguous(), target.end.contiguous()
@@ -73,11 +69,13 @@ def _launch(
     vocabulary, (rows, start, _) = inputs.setting.width, inputs.rows_of(part, some.start)
     block = min(next_power_of_2(vocabulary), most)
     ragged = some.layout.ragged or vocabulary % 8 != 0 or not aligned
-    blocks = next_power_of_2(cdiv(vocabulary, block))
-    way = inputs.way._replace(grouped=some.layout.grouped, ragged=ragged, block=block, lanes=block, blocks=blocks)
+    way = inputs.way._replace(grouped=some.layout.grouped, ragged=ragged, block=block)
+    if kernel is support_kernel:
+        way = way._replace(blocks=next_power_of_2(cdiv(vocabulary, block)))
     if "their_way" in constants:
         capped, scaled = constants["their_way"]
-        constants = constants | {"their_way": way._replace(capped=capped, scaled=scaled)}
+        way = way._replace(scaled=scaled or inputs.decisions.scaled)
+        constants = constants | {"their_way": Way(capped, way.scaled, ragged=ragged, block=block)}
     launch(
         kernel,
         some.number,
@@ -107,7 +105,10 @@ def _launch_dense(inputs: Inputs, block: Block, some: Placed, part: Part, step: 
         "KIND": kind,
         "STEP": step,
     }
-    own = RowGroup(numbers=values), Numbers(0.0, *numbers)
+    of_teacher = no_rows(teacher.device)
+    if values is not None:
+        of_teacher = of_teacher._replace(numbers=values)
+    own = of_teacher, Numbers(0.0, *numbers)
     more = teacher, teacher.stride(0), *own, 1.0 - beta, float(beta), *others
     aligned = (teacher.stride(0) * teacher.itemsize | teacher.data_ptr()) % 16 == 0
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -184,11 +183,12 @@ def _call_hopper() -> None:
             torch.zeros(4, 1, 128),
             torch.zeros(128, 256, dtype=dtype),
         )
-        for scaled, capped, more in product((False, True), repeat=3):
-            way = launches.Way(capped, scaled, *[False] * 5)
-            steps = SimpleNamespace(way=way, numbers=launches.Numbers(1.0, 0.0, 0.0, 5.0, 0.5))
-            products.product(steps, hidden, weight, classes, None, sums, more)
-            products.product(steps, hidden, weight, classes, sums[:, 0], grad, more)
+        numbers = launches.Numbers(1.0, 0.0, 0.0, 5.0, 0.5)
+        for capped, entropy in product((False, True), repeat=2):
+            variant = products.Variant(dtype, capped, entropy)
+            products.product(variant, numbers, hidden, weight, classes, None, sums)
+            writing = variant._replace(writes=True)
+            products.product(writing, numbers, hidden, weight, classes, sums[:, 0], grad)
 
 
 def hopper(launch: Launch) -> bool:

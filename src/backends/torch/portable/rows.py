@@ -11,8 +11,8 @@ With a reference `peak` near the row's largest logit, a block's exponentials e^(
 
 w are the class weights, or for class probabilities the shares w' of the classes in the loss.
 
-On a CPU a fused softmax computes the exponentials of rows that are not narrow: those relative to `peak`, divided by a factor of each row. All
-this depends on the row alone, not on the rows beside it.
+On a CPU a fused softmax computes the exponentials of rows that are not narrow: those relative to `peak`, divided by a
+factor of each row. All this depends on the row alone, not on the rows beside it.
 """
 
 from copy import copy

@@ -198,10 +198,10 @@ class PortableSteps(Steps):
         """Yield a block in pieces (R, C) that fit into the caches, their rows relative to the part, and their facts."""
         logits = block.logits
         if not (logits.dim() == 2 and logits.is_contiguous() and (block.grad is None or block.grad.is_contiguous())):
-            for first, logits, grad in logit_blocks(logits, block.grad):
-                of_rows = slice(first, first + len(logits))
-                others = (at(values, of_rows) for values in (block.target_logits, block.teacher))
-                yield from self._cut(Block(logits, block.start + first, 0, grad, *others), part)
+            for first, rows, grad in logit_blocks(logits, block.grad):
+                cut = slice(first, first + len(rows))
+                others = (at(each, cut) for each in (block.target_logits, block.teacher))
+                yield from self._cut(Block(rows, block.start + first, 0, grad, *others), part)
         else:
             yield from self._cut(block, part)
 

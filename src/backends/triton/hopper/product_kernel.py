@@ -48,25 +48,19 @@ def _finite(largest):
 
 
 @gluon.jit
-def _bent(z, activation, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x = k tanh(s z / k), or s z, for activation = (s, k), and dx/dz = s (1 - tanh(s z / k)^2), or s.
+def _bent(z, activation, CAPPED: gl.constexpr):
+    """Return x = k tanh(s z / k), or s z, for activation = (s, k), and dx/dz / s = 1 - tanh(s z / k)^2, or 1.
 
     The softcap is computed as k - 2k / (1 + e^(2 s z / k)), which is exact enough for 16-bit logits. The slope does not
     cancel.
     """
     logit_scale, softcap = activation
-    x = z
-    steep = z
-    if SCALED:
-        x = x * logit_scale
+    x = z * logit_scale
+    steep = 1.0
     if CAPPED:
         below = _reciprocal(1 + gl.exp2(x * (2 * LOG2E / softcap)))
         x = softcap - 2 * softcap * below
         steep = 4 * below * (1 - below)
-        if SCALED:
-            steep = steep * logit_scale
-    elif SCALED:
-        steep = gl.zeros_like(z) + logit_scale
     return x, steep
 
 
@@ -207,7 +201,7 @@ def _fold(m, s, t, x, MORE: gl.constexpr):
 @gluon.jit
 def _consume(
     slots, rest, walk, activation,
-    HALF_INDEX: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, WRITES: gl.constexpr, MORE: gl.constexpr,
+    HALF_INDEX: gl.constexpr, CAPPED: gl.constexpr, WRITES: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """Code of a consumer, four warps: compute one half of the rows of each tile."""
     target, coefficients, out, rows, vocabulary, pitch8 = rest
@@ -230,9 +224,9 @@ def _consume(
         here = row < rows
         y = gl.load(target + row, mask=here, other=-1)
         m = gl.load(coefficients + row, mask=here, other=0.0)
-        factor = gl.load(coefficients + rows + row, mask=here, other=0.0)
+        factor = gl.load(coefficients + rows + row, mask=here, other=0.0) * activation[0]
         of_target = gl.load(coefficients + 2 * rows + row, mask=here, other=0.0)
-        log_factor = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0)
+        log_factor = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0) * activation[0]
         line = out + (first_row + stored_rows).to(gl.int64) * (pitch8 * 8)
         if not WRITES:  # the compiler drops the loads
             m = nothing + float("-inf")
@@ -243,7 +237,7 @@ def _consume(
             c = first + classes
             special = gl.max((((y >= first) & (y < first + CLASSES)) | (y == _DEAD)).to(gl.int32), 0)
             z, turn = _multiply(slots, HALF_INDEX, turn, steps)
-            x, steep = _bent(z, activation, SCALED, CAPPED)
+            x, steep = _bent(z, activation, CAPPED)
             if WRITES:
                 e2 = (x - m[:, None]) * LOG2E
                 g = gl.exp2(e2)
@@ -251,7 +245,7 @@ def _consume(
                     g = g * (factor[:, None] + log_factor[:, None] * gl.maximum(e2, FLOOR))
                 else:
                     g = g * factor[:, None]
-                if SCALED or CAPPED:
+                if CAPPED:
                     g = g * steep
                 if (special != 0) | (first + CLASSES > vocabulary):
                     g = gl.where(c[None, :] == y[:, None], of_target[:, None], g)
@@ -260,10 +254,10 @@ def _consume(
                 at = first + stored_classes
                 mask = (first_row + stored_rows < rows)[:, None] & (at < pitch8 * 8)[None, :]
                 gl.store(line[:, None] + at[None, :], made, mask=mask)
-            elif (special != 0) | (first + CLASSES > vocabulary):
-                others = (c < vocabulary)[None, :] & (c[None, :] != y[:, None])
-                m, s, t = _fold(m, s, t, gl.where(others, x, float("-inf")), MORE)
             else:
+                if (special != 0) | (first + CLASSES > vocabulary):
+                    others = (c < vocabulary)[None, :] & (c[None, :] != y[:, None])
+                    x = gl.where(others, x, float("-inf"))
                 m, s, t = _fold(m, s, t, x, MORE)
         if not WRITES:
             place = out + (chunk * rows + row)
@@ -294,10 +288,9 @@ def product_kernel(
     steps,  # slices of the width
     logit_scale,
     softcap,
-    SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
     WRITES: gl.constexpr,
-    MORE: gl.constexpr,  # with WRITES: there is a log_factor
+    MORE: gl.constexpr,  # there is an entropy; with WRITES: a log_factor, which may be 0
 ):
     """Compute the sums or the gradients of all rows; see the module's docstring."""
     slots = _slots_of(hidden, classifier)
@@ -308,8 +301,8 @@ def product_kernel(
     activation = (logit_scale, softcap)
     gl.warp_specialize(
         [
-            (_consume, (slots, rest, walk, activation, 0, SCALED, CAPPED, WRITES, MORE)),
-            (_consume, (slots, rest, walk, activation, 1, SCALED, CAPPED, WRITES, MORE)),
+            (_consume, (slots, rest, walk, activation, 0, CAPPED, WRITES, MORE)),
+            (_consume, (slots, rest, walk, activation, 1, CAPPED, WRITES, MORE)),
             (_produce, (slots, hidden, classifier, walk)),
         ],
         [4, 1],  # warps of the second consumer and of the producer

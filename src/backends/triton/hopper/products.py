@@ -2,31 +2,29 @@
 
 It serves target classes without label smoothing, without bias, temperatures per row, and options that are tensors.
 
-Gluon, Triton's lower-level language, is not stable. The kernel is on where it compiles and agrees with PyTorch in a
-small loss, which is computed once per process and variant, before the first call that the variant serves. This never
+Gluon, Triton's lower-level language, is not stable. A variant of the kernel is on where it compiles and agrees with
+PyTorch on a small product, which is computed once per process, before the first launch of the variant. This never
 happens while a CUDA graph is captured: if nothing ran before, the variant stays off, so that the results of a process
 do not change.
 """
 
+import math
 import os
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Loaded, Part, Upstream, wide
-from xent.backends.torch.plan import Asked, Plan
+from xent.backends.torch.contract import Loaded, wide
 from xent.backends.torch.products import Classifier
-from xent.backends.torch.signature import slot_of
 from xent.backends.torch.sources import fold_tiles
 from xent.backends.triton.kernels.sums import join_kernel
-from xent.backends.triton.launches import cdiv, launch
+from xent.backends.triton.launches import Numbers, cdiv, launch
 from xent.backends.triton.machine import DEVICES, multiprocessors
-from xent.core.call import Activation, Call, Classes, Options, Product
-from xent.core.signature import binder
+from xent.core.call import Classes
 
-__all__ = ["fold_product", "gradient_product", "off", "product"]
+__all__ = ["Variant", "fold_product", "gradient_product", "off", "product"]
 
 _BAND = 128  # rows of a tile
 _CLASSES = 256  # classes of a tile
@@ -37,29 +35,42 @@ _LARGEST_SOFTCAP = 256  # the kernel computes k tanh(v / k) with an error of abo
 _SUMS_BYTES = 32 * 2**20  # bytes of the sums of all chunks in a launch
 _JOINED = 32  # rows of a program of `join_kernel`
 _HOPPER = 9
-Variant = tuple[bool, bool, bool]
-"""Whether there is a logit scale, a softcap, and an entropy: each variant is another kernel."""
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype = torch.bfloat16
+    capped: bool = False
+    """Whether there is a softcap."""
+    entropy: bool = False
+    """Whether the call returns the entropy. Its backward pass then takes this variant without a gradient of it too."""
+    writes: bool = False
+    """Whether the kernel writes the gradient instead of sums."""
+
+
+_PLAIN = Variant()
 _reasons: dict[Variant, str | None] = {}  # why a variant is off, None if it is on; empty before its probe
 
 
 def product(
-    inputs: Any, hidden: Tensor, weight: Tensor, classes: Tensor, coefficients: Tensor | None, out: Tensor, more: bool
+    variant: Variant, numbers: Any, hidden: Tensor, weight: Tensor, classes: Tensor, coefficients: Any, out: Tensor
 ) -> None:
     """Write sums, or with `coefficients` the gradient of the logits, of hidden states (R, D) to `out`.
 
-    See `product_kernel`. `classes` (R,) int32.
+    See `product_kernel`. `numbers` have logit scale and softcap. `classes` (R,) int32.
     """
     from xent.backends.triton.hopper.product_kernel import product_kernel
 
     hidden = hidden if _can_be_copied(hidden) else hidden.clone(memory_format=torch.contiguous_format)
     factors = _descriptor(hidden, _BAND // 2), _descriptor(weight, _CLASSES)
-    given = out if coefficients is None else coefficients
+    coefficients = out if coefficients is None else coefficients
     sizes = len(hidden), len(weight), _chunks(len(weight)), out.stride(0) // 8, cdiv(weight.shape[1], _DEPTH)
     launch(
         product_kernel,
         multiprocessors(hidden.device),
-        (*factors, classes, given, out, *sizes, inputs.numbers.logit_scale, inputs.numbers.softcap),
-        {"SCALED": inputs.way.scaled, "CAPPED": inputs.way.capped, "WRITES": coefficients is not None, "MORE": more},
+        (*factors, classes, coefficients, out, *sizes, numbers.logit_scale, numbers.softcap),
+        {"CAPPED": variant.capped, "WRITES": variant.writes, "MORE": variant.entropy},
         num_warps=4,
         maxnreg=168,  # at entry, for three groups of four warps, before the registers are redistributed
     )
@@ -88,18 +99,18 @@ def _descriptor(matrix: Tensor, rows: int) -> Any:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, _DEPTH], layout)
 
 
-def _serves(inputs: Any, source: Classifier) -> bool:
-    """Return whether the kernel serves a call, with hidden states of any strides."""
-    weight, rows = source.weight, inputs.rows
+def _variant(inputs: Any, source: Classifier, writes: bool) -> Variant | None:
+    """Return the variant that serves a call, with hidden states of any strides; None if the kernel does not."""
+    weight = source.weight
     if not isinstance(inputs.setting.call.target, Classes) or inputs.way.smoothed or source.bias is not None:
-        return False
-    if rows.numbers is not None or rows.temperature is not None or inputs.numbers.softcap > _LARGEST_SOFTCAP:
-        return False
+        return None
+    if not inputs.knows_activation or inputs.numbers.softcap > _LARGEST_SOFTCAP:
+        return None
     # Hidden states may be copied to contiguous memory. Then their rows are D elements apart.
-    fits = len(weight) >= _CLASSES and _can_be_copied(weight) and weight.shape[1] * weight.itemsize % 16 == 0
-    way, in_forward = inputs.way, inputs.setting.upstream is None
-    variant = way.scaled, way.capped, inputs.columns.mixed >= 0 if in_forward else way.of_entropy
-    return fits and off(weight.device, variant) is None
+    if len(weight) < _CLASSES or not _can_be_copied(weight) or weight.shape[1] * weight.itemsize % 16:
+        return None
+    variant = Variant(weight.dtype, inputs.way.capped, inputs.columns.mixed >= 0, writes)
+    return variant if off(weight.device, variant) is None else None
 
 
 def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -> bool:
@@ -111,7 +122,10 @@ def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -
     inputs, setting, weight, part = steps.inputs, steps.setting, source.weight, loaded.part
     columns, of_targets = inputs.columns, loaded.target_logits
     lacks = max(columns.squares, columns.deficit, columns.key) >= 0
-    if not _serves(inputs, source) or of_targets is None or (lacks and not setting.call.options.exact):
+    if of_targets is None or (lacks and not setting.call.options.exact):
+        return False
+    variant = _variant(inputs, source, False)
+    if variant is None:
         return False
     workspace = setting.call.source.workspace
     if lacks:
@@ -124,7 +138,7 @@ def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -
         some = slice(start, start + step)
         count = len(classes[some])
         made = hidden.new_empty(kinds, chunks, count, dtype=torch.float32)
-        product(inputs, hidden[some], weight, classes[some], None, made, kinds == 3)
+        product(variant, inputs.numbers, hidden[some], weight, classes[some], None, made)
         rows, first, _ = inputs.rows_of(part, start)
         launch(
             join_kernel,
@@ -143,10 +157,13 @@ def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -
 def gradient_product(steps: Any, source: Classifier, loaded: Loaded, coefficients: Tensor, grad: Tensor) -> bool:
     """See `xent.backends.torch.contract.Steps.gradient_product`. `coefficients` (6, R) are those of `finish_kernel`."""
     inputs = steps.inputs
-    if not _serves(inputs, source) or grad.dtype != source.compute or grad.data_ptr() % 16 or grad.stride(0) % 8:
+    if grad.dtype != source.compute or grad.data_ptr() % 16 or grad.stride(0) % 8:
+        return False
+    variant = _variant(inputs, source, True)
+    if variant is None:
         return False
     classes = coefficients[5].view(torch.int32)
-    product(inputs, loaded.hidden, source.weight, classes, coefficients, grad, inputs.way.of_entropy)
+    product(variant, inputs.numbers, loaded.hidden, source.weight, classes, coefficients, grad)
     return True
 
 
@@ -155,7 +172,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
-def off(device: torch.device, variant: Variant = (False, False, False)) -> str | None:
+def off(device: torch.device, variant: Variant = _PLAIN) -> str | None:
     """Return the reason why a variant of the kernel is not used on a device; None if it is."""
     if device.type != "cuda" or DEVICES != ("cuda",):
         return "no GPU"
@@ -167,53 +184,55 @@ def off(device: torch.device, variant: Variant = (False, False, False)) -> str |
         if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             _reasons[variant] = "the first call of the process was captured in a CUDA graph"
         else:
-            _reasons[variant] = None  # on in the probe
             try:
-                _reasons[variant] = _probe(device, *variant)
+                _reasons[variant] = _probe(device, variant)
             except Exception as error:  # Triton raises many kinds
                 _reasons[variant] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return _reasons[variant]
 
 
-def _probe(device: torch.device, scaled: bool, capped: bool, with_entropy: bool) -> str | None:
-    """Return None if a loss, its entropy and their gradient, from the products, are those of PyTorch's operations."""
-    numbers = torch.arange(603 * 136, device=device, dtype=torch.float32)
-    weight = numbers.sin().view(603, 136).bfloat16()  # partial tiles
-    hidden = (0.3 * numbers).cos().view(603, 136)[:200].bfloat16()
-    ids = torch.arange(200, device=device) * 3
-    ids[-1] = -100
-    tensors, counts, part = [hidden, weight, ids], (ids >= 0).float(), Part(0, 200)
-    slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
-    scale, cap = 0.7 if scaled else 1.0, 4.0 if capped else None
-    options = Options("none", stats=("entropy",) if with_entropy else ())
-    form = Call(Product(slots[0], slots[1], None, None, "bfloat16"), Classes(slots[2]), Activation(scale, cap), options)
-    plan, call = Plan(form, Asked((True, False, False), False, False), "triton", skips=False), binder(form)(tensors)
-    sums = torch.empty(len(plan.columns), 200, device=device)
-    saved, of_loss = torch.empty_like(sums), torch.full_like(counts, 1 / 16)
-    of_entropy = torch.ones_like(counts) if with_entropy else None
-    forward = plan.setting(call)
-    steps, classifier = STEPS["triton"](forward), Classifier(call.source, forward.width, forward.needs)
-    runs = steps.fold_product(classifier, steps.select(classifier, part), sums)
-    steps.finish(sums.unsqueeze(0), part, False, saved)
-    results = steps.results()
-    steps = STEPS["triton"](plan.setting(call, Upstream(of_loss, None, None, of_entropy)))
-    grad = torch.empty(200, classifier.columns, dtype=torch.bfloat16, device=device)
-    coefficients = steps.finish(saved.unsqueeze(0), part, True, None)
-    runs = runs and steps.gradient_product(classifier, steps.select(classifier, part), coefficients, grad)
+def _probe(device: torch.device, variant: Variant) -> str | None:
+    """Return None if a launch on a small product, with partial tiles, agrees with PyTorch's operations."""
+    rows, vocabulary, scale, cap = 200, 603, 0.7, 4.0
+    numbers = torch.arange(vocabulary * 136, device=device, dtype=torch.float32)
+    weight = numbers.sin().view(vocabulary, 136).to(variant.dtype)
+    hidden = (0.3 * numbers).cos().view(vocabulary, 136)[:rows].to(variant.dtype)
     x, slope = scale * (hidden.float() @ weight.float().t()), torch.full((), scale, device=device)
-    if cap is not None:
+    if variant.capped:
         x = cap * (x / cap).tanh()
         slope = scale * (1 - (x / cap).square())
-    log_p = torch.log_softmax(x, -1)
-    p, target = log_p.exp(), torch.nn.functional.one_hot(ids.clamp(min=0), 603)
-    entropy = -(p * log_p).sum(-1)
-    of_x = (p - target) / 16
-    if with_entropy:
-        of_x = of_x - p * (log_p + entropy[:, None])
-    expected = [-(log_p * target).sum(-1), *([entropy] if with_entropy else [])]
-    pairs = [(result, plain * counts, 1e-4) for result, plain in zip(results, expected, strict=True)]
-    of_z = of_x * slope * counts[:, None]
-    for classes in (target, 1 - target):  # gradients of targets are much larger than those of other classes
-        pairs.append((grad[:, :603] * classes, of_z * classes, 1e-2))
-    agree = all(bool(((own - plain).abs() <= close * plain.abs().max()).all()) for own, plain, close in pairs)
-    return None if runs and agree else "its results differ from PyTorch's"
+    classes = 3 * torch.arange(rows, device=device, dtype=torch.int32)
+    targets = torch.nn.functional.one_hot(classes.long(), vocabulary).bool()
+    activation = Numbers(1.0, 0.0, 0.0, cap, scale)
+    if variant.writes:
+        classes[-1] = -2
+        top = x.amax(-1)
+        # The coefficients of probabilities, with the gradient of an entropy, and of targets.
+        factor = 1 / (x - top[:, None]).exp().sum(-1)
+        log_factor = 0.3 * factor if variant.entropy else torch.zeros_like(factor)
+        grad = torch.empty(rows, cdiv(vocabulary, 8) * 8, dtype=variant.dtype, device=device)
+        coefficients = torch.stack((top, factor, -1 - factor, log_factor))
+        product(variant, activation, hidden, weight, classes, coefficients, grad)
+        apart = x - top[:, None]
+        expected = apart.exp() * (factor[:, None] + log_factor[:, None] / math.log(2) * apart) * slope
+        expected = torch.where(targets, -1 - factor[:, None], expected)
+        expected[-1] = 0
+        # The gradients of targets are much larger than those of other classes.
+        own = grad[:, :vocabulary].float()
+        pairs = [(torch.where(part, own, 0), torch.where(part, expected, 0), 1e-2) for part in (targets, ~targets)]
+        pairs.append((grad[:, vocabulary:].float(), torch.zeros(rows, 5, device=device), 0.0))
+    else:
+        classes[-1], targets[-1] = -1, False  # a row without a target
+        chunks, kinds = _chunks(vocabulary), 3 if variant.entropy else 2
+        sums = torch.empty(kinds, chunks, rows, dtype=torch.float32, device=device)
+        product(variant, activation, hidden, weight, classes, None, sums)
+        others = x.masked_fill(targets, -math.inf)
+        parts = torch.nn.functional.pad(others, (0, chunks * _CLASSES - vocabulary), value=-math.inf)
+        parts = parts.view(rows, chunks, _CLASSES)
+        top = parts.amax(-1)
+        apart = parts - top[:, :, None]
+        mixed = torch.where(apart == -math.inf, 0, apart.exp() * apart).sum(-1) / math.log(2)
+        expected = torch.stack((top, apart.exp().sum(-1), mixed)).transpose(1, 2)
+        pairs = [(own, right, 1e-4) for own, right in zip(sums, expected, strict=False)]
+    agree = all(bool(((own - right).abs() <= close * right.abs().max()).all()) for own, right, close in pairs)
+    return None if agree else "its results differ from PyTorch's"

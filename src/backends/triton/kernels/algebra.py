@@ -16,7 +16,8 @@ cancellation. Upstream gradients u of lse, n of nll and v of the entropy H add n
 beta, also for rows with sample weight 0.
 
 `row` is the index of a row in the call, or a block of indices. `inside` is the mask of a block, None for one row.
-`rows`, `upstreams` and `results` are the groups of `xent.backends.triton.launches`.
+`rows`, `upstreams` and `results` are the groups of `xent.backends.triton.launches`. A call that lacks a tensor has a
+null pointer in its place (`is_given`), so that the same compiled kernel serves calls with and without it.
 
 Arithmetic that all kernels share: activation of logits and its slope, exponents.
 
@@ -38,14 +39,18 @@ __all__ = [
     "divisors_of",
     "exp",
     "exponent",
+    "exponents",
     "finish",
     "finite",
+    "given_rows",
     "gradient_factor",
+    "has_statistics",
+    "is_given",
     "load",
     "log1p",
     "numbers_of",
     "of_mean",
-    "of_row",
+    "optional",
     "order",
     "position",
     "quick_exponent",
@@ -101,15 +106,16 @@ def times(share, value):
 
 
 @triton.jit
-def _below(x, softcap):
-    """Return b = 1 / (1 + e^(2 x / k)), from which both the softcap and its slope are computed.
+def _below(z, activation):
+    """Return b = 1 / (1 + e^(2 s z / k)), from which both the softcap and its slope are computed.
 
     A GPU computes special functions at an eighth of its rate, and a capped logit needs two exponentials besides. So
     this reciprocal is made of other operations: a guess from the bits of the number, wrong by up to 1/18, a cubic and a
-    quadratic step. Its error is one or two roundings. It is exactly 1 for x = -inf, where the slope is 0, and at least
-    2e-38.
+    quadratic step. Its error is one or two roundings. It is exactly 1 for s z = -inf, where the slope is 0, and at
+    least 2e-38.
     """
-    n = tl.maximum(-1 - tl.math.exp2(x * ((2 * LOG2E) / softcap)), -4e37, propagate_nan=tl.PropagateNan.ALL)
+    power = tl.math.exp2(z * (activation[0] * ((2 * LOG2E) / activation[1])))
+    n = tl.maximum(-1 - power, -4e37, propagate_nan=tl.PropagateNan.ALL)
     b = (-0x010E0000 - n.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     rest = tl.fma(n, b, 1.0)
     b = tl.fma(tl.fma(rest, rest, rest), b, b)
@@ -118,7 +124,7 @@ def _below(x, softcap):
 
 @triton.jit
 def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
-    """Return x = k tanh(s z / k) for activation = (s, k), or s z without a softcap; s is 1 without a scale.
+    """Return x = k tanh(s z / k) for activation = (s, k), or s z without a softcap.
 
     `Way.quick` computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is
     enough for 16-bit logits, unless EXACT.
@@ -126,7 +132,7 @@ def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     x = z * activation[0] if way.scaled else z
     if way.capped:
         if way.quick and not EXACT:
-            x = tl.fma(_below(x, activation[1]), -2 * activation[1], activation[1])
+            x = tl.fma(_below(z, activation), -2 * activation[1], activation[1])
         else:
             x = activation[1] * tanh(x / activation[1])
     return x
@@ -135,27 +141,28 @@ def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
 @triton.jit
 def slope(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
-    found = tl.zeros_like(z) + (activation[0] if way.scaled else 1.0)
+    found = tl.zeros_like(z) + activation[0]
     if way.capped:
-        x = z * activation[0] if way.scaled else z
         if way.quick and not EXACT:
-            below = _below(x, activation[1])
-            found *= 4 * tl.fma(-below, below, below)
+            below = _below(z, activation)
+            found = (4 * activation[0]) * tl.fma(-below, below, below)
         else:
-            t = exp(-2 * tl.abs(x / activation[1]))
+            t = exp(-2 * tl.abs(z * activation[0] / activation[1]))
             found *= 4 * t / ((1 + t) * (1 + t))
     return found
 
 
 @triton.jit
 def quick_exponent(z, activation, reference, way: tl.constexpr):
-    """Return log2 of e^x divided by 2^reference, by one multiply-add after `activate`.
+    """Return log2 of e^x divided by 2^reference, by one multiply-add, after `activate` with a softcap.
 
     The rounding error of a reference m log2(e) is the same in all terms of a row and cancels.
     """
     if way.capped and way.quick:
-        below = _below(z * activation[0] if way.scaled else z, activation[1])
+        below = _below(z, activation)
         e2 = tl.fma(below, activation[1] * (-2 * LOG2E), -(reference - activation[1] * LOG2E))
+    elif not way.capped:
+        e2 = tl.fma(z, activation[0] * LOG2E, -reference)
     else:
         e2 = tl.fma(activate(z, activation, way), LOG2E, -reference)
     return e2
@@ -166,6 +173,16 @@ def exponent(x, reference, EXACT: tl.constexpr):
     """Return log2 of e^(x - reference). It subtracts before it multiplies if EXACT, and for large references."""
     exact = (tl.abs(reference) >= FAR) | EXACT
     return tl.where(exact, (x - reference) * LOG2E, tl.fma(x, LOG2E, -reference * LOG2E))
+
+
+@triton.jit
+def exponents(z, reference, activation, way: tl.constexpr):
+    """Return `exponent` of the x of raw logits. A logit scale costs nothing."""
+    if way.exact and not way.capped:
+        e2 = tl.fma(z, activation[0], -reference) * LOG2E
+    else:
+        e2 = exponent(activate(z, activation, way), reference, way.exact)
+    return e2
 
 
 @triton.jit
@@ -190,9 +207,9 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, activation, way: tl.constexpr):
+def order(z, activation):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it."""
-    return tl.where(activation[0] < 0, -z, tl.where(activation[0] == 0, 0.0, z)) if way.scaled else z
+    return z * tl.where(activation[0] < 0, -1.0, tl.where(activation[0] == 0, 0.0, 1.0))
 
 
 @triton.jit
@@ -212,18 +229,31 @@ def load(place, inside, other):
 
 
 @triton.jit
-def of_row(values, row, inside, other):
-    """Load what each row has in `values` (N,), as float32. Rows outside of the mask have `other`."""
-    return load(values + row, inside, other).to(tl.float32)
+def is_given(pointer):
+    """Return whether a pointer of an argument group is not null."""
+    return pointer.to(tl.int64) != 0
+
+
+@triton.jit
+def given_rows(pointer, inside):
+    """Return a mask of the rows that have something at a pointer: none of them if it is null."""
+    given = is_given(pointer)
+    return given if inside is None else tl.where(given, inside, False)
+
+
+@triton.jit
+def optional(pointer, place, inside, other):
+    """Load what each row has at `place`, as float32. It is `other` outside of the mask, and without a pointer."""
+    if pointer is None:
+        return other
+    else:
+        return tl.load(pointer + place, mask=given_rows(pointer, inside), other=other).to(tl.float32)
 
 
 @triton.jit
 def row_at(index, inside, rows):
     """Return the row at an index of the order in which rows are computed."""
-    row = index
-    if rows.order is not None:
-        row = load(rows.order + index, inside, 0)
-    return row
+    return tl.load(rows.order + index, mask=given_rows(rows.order, inside), other=index)
 
 
 @triton.jit
@@ -243,9 +273,7 @@ def row_facts(row, inside, rows, ignore_index, limit):
         ignored = ignored | (y == ignore_index)
         invalid = ((y < 0) | (y >= limit)) & ~ignored
         y = tl.where(ignored | invalid, 0, y)
-    a = tl.where(ignored, 0.0, 1.0)
-    if rows.sample_weight is not None:
-        a = tl.where(ignored, 0.0, of_row(rows.sample_weight, row, inside, 0.0))
+    a = tl.where(ignored, 0.0, optional(rows.sample_weight, row, inside, 1.0))
     return y, a, ignored, invalid
 
 
@@ -253,7 +281,7 @@ def row_facts(row, inside, rows, ignore_index, limit):
 def numbers_of(rows, vocabulary, numbers):
     """Return 1-e, e/V and z-loss: the numbers, or those of `rows.numbers`."""
     keep, spread, z_loss = numbers.keep, numbers.spread, numbers.z_loss
-    if rows.numbers is not None:
+    if is_given(rows.numbers):
         smoothing = tl.load(rows.numbers)
         keep = 1 - smoothing
         spread = tl.div_rn(smoothing, vocabulary.to(tl.float32))
@@ -265,41 +293,37 @@ def numbers_of(rows, vocabulary, numbers):
 def activation_of(row, inside, rows, numbers):
     """Return logit scale and softcap of a row, divided by its temperature: the numbers, or those of `rows.numbers`."""
     softcap, logit_scale = numbers.softcap, numbers.logit_scale
-    if rows.numbers is not None:
+    if is_given(rows.numbers):
         softcap = tl.load(rows.numbers + 2)
         logit_scale = tl.load(rows.numbers + 3)
-    if rows.temperature is not None:
-        temperature = of_row(rows.temperature, row, inside, 1.0)
-        softcap = tl.div_rn(softcap, temperature)
-        logit_scale = tl.div_rn(logit_scale, temperature)
-    return logit_scale, softcap
+    temperature = optional(rows.temperature, row, inside, 1.0)
+    return tl.div_rn(logit_scale, temperature), tl.div_rn(softcap, temperature)
 
 
 @triton.jit
 def divisors_of(rows):
     """Return the divisor D of a mean, and that of gradients, see `Rows.divisor`."""
-    divisor = tl.full((), 1.0, tl.float32)
-    of_gradient = divisor
-    if rows.divisor is not None:
-        divisor = tl.load(rows.divisor)
-        of_gradient = tl.load(rows.divisor + 1)
-    return divisor, of_gradient
+    return optional(rows.divisor, 0, None, 1.0), optional(rows.divisor, 1, None, 1.0)
 
 
 @triton.jit
-def gradient_factor(row, inside, a, invalid, divisor, upstreams, way: tl.constexpr):
+def has_statistics(upstreams):
+    """Return whether there are upstream gradients of statistics."""
+    return is_given(upstreams.lse) | is_given(upstreams.nll) | is_given(upstreams.entropy)
+
+
+@triton.jit
+def gradient_factor(row, inside, a, invalid, divisor, upstreams):
     """Return whether a row's loss and gradient are 0, and r; NaN for an invalid target.
 
-    With upstream gradients of statistics, the loss has none if `upstreams.loss` is None. A row whose loss is 0 then has
+    With upstream gradients of statistics, the loss has none if `upstreams.loss` is null. A row whose loss is 0 then has
     a gradient, for which r is 0.
     """
     excluded = (tl.where(divisor == 0, 0.0, a) == 0) & ~invalid
-    r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + (row * 0).to(tl.float32))
+    r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + tl.zeros_like(a))
+    r *= optional(upstreams.loss, row, inside, 1.0)
+    r = tl.where(has_statistics(upstreams) & ~is_given(upstreams.loss), 0.0, r)
     r = tl.where(invalid, float("nan"), r)
-    if upstreams.loss is not None:
-        r *= of_row(upstreams.loss, row, inside, 0.0)
-    elif way.statistics:
-        r = tl.where(invalid, float("nan"), 0.0)
     return excluded, tl.where(excluded, 0.0, r)
 
 
@@ -336,10 +360,8 @@ def finish(
         cost += times(spread, total_weight * log_sum + below)  # a tensor may be 0
     a = tl.where(invalid, float("nan"), a)
     lse = m + log_sum
-    squared = 0.0
-    if way.z_loss:
-        squared = z_loss * lse * lse
-        cost += squared
+    squared = times(times(z_loss, lse), lse)
+    cost += squared
     # -sum_c p_c log p_c and log sum_c p_c^2 have full precision also if the target has nearly all probability.
     near = nll + LN2 * ((e2_y * rest - mixed) / total)
     far = log_sum - LN2 * ((mixed + times(e_y, tl.maximum(e2_y, FLOOR))) / total)
@@ -366,28 +388,24 @@ def finish(
     delta = r * spread
     if way.smoothed:
         excess += r * spread * total_weight
-    if way.z_loss:
-        excess += 2 * r * z_loss * lse
-    if upstreams.lse is not None:
-        excess += of_row(upstreams.lse, row, inside, 0.0)
-    if upstreams.nll is not None:
-        gamma += of_row(upstreams.nll, row, inside, 0.0)
+    excess += times(2 * r * z_loss, lse)
+    excess += optional(upstreams.lse, row, inside, 0.0)
+    gamma += optional(upstreams.nll, row, inside, 0.0)
     if BARRED:
         gamma = tl.where(nll == float("inf"), 0.0, gamma)
     beta = 0.0
     if way.of_entropy:
-        v = of_row(upstreams.entropy, row, inside, 0.0)
-        excess -= v * entropy
+        v = optional(upstreams.entropy, row, inside, 0.0)
+        excess -= times(v, entropy)
         beta = -v
     factor = (gamma * all_q + excess) / total
     g_y = times(excess, e_y / total) - gamma * (rest / total) - delta * w_y
     log_factor = 0.0
     if way.of_entropy:
-        factor -= beta * log_sum / total
+        factor -= times(beta, log_sum) / total
         log_factor = LN2 * beta / total
-        g_y -= beta * times(e_y / total, nll)
-    if way.scaled or way.capped:
-        g_y *= slope(z_y, activation, way, True)
+        g_y -= times(beta, times(e_y / total, nll))
+    g_y *= slope(z_y, activation, way, True)
     return factor, log_factor, delta, g_y, gamma
 
 
@@ -400,9 +418,9 @@ def of_mean(value, row, divisor):
 
 @triton.jit
 def record(place, row, inside, value):
-    """Store a result of a row or of a block of rows, unless `place` is None because it was not requested."""
+    """Store a result of a row or of a block of rows, unless `place` is null or None because it was not requested."""
     if place is not None:
-        tl.store(place + row, value, mask=inside)
+        tl.store(place + row, value, mask=given_rows(place, inside))
 
 
 @triton.jit

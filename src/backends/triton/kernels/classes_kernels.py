@@ -39,7 +39,17 @@ from xent.backends.triton.kernels.algebra import (
     slope,
     times,
 )
-from xent.backends.triton.kernels.divergence_kernel import HIDDEN, begin, gap, is_near, peak, read, write
+from xent.backends.triton.kernels.divergence_kernel import (
+    HIDDEN,
+    begin,
+    gap,
+    is_near,
+    peak,
+    read,
+    scale_of,
+    steepness,
+    write,
+)
 from xent.backends.triton.kernels.fold import fill, first_loads, row_sums
 from xent.backends.triton.launches import kernel
 
@@ -92,9 +102,9 @@ def top_k_kernel(
     log_probs,  # (N, K), -inf for padding
     classes: "i32",  # K
     tolerance: "fp32",
+    in_bucket: "i32",  # whether the tail is "bucket"
+    renormalized: "i32",  # whether it is "renormalize"
     way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
-    BUCKET: tl.constexpr,
-    RENORMALIZED: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
 ):
     """See the module's docstring."""
@@ -105,6 +115,7 @@ def top_k_kernel(
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a = facts[1]
+    factor *= scale_of(ours, way)
     source, vocabulary, _bend = ours
     last = (vocabulary - 1) // BLOCK * BLOCK
     if a == 0 if ENTROPY else excluded:
@@ -127,7 +138,7 @@ def top_k_kernel(
         sum_q = tl.sum(e_q, 0)
         whole = sum_q.to(tl.float32)
         wrong = (tl.max((given & ((known == 0) | differs)).to(tl.int32), 0) > 0) | ((whole <= 1 + tolerance) == 0)
-        if RENORMALIZED:
+        if renormalized != 0:
             wrong = wrong | (whole == 0)
             e_q /= sum_q
             log_q -= tl.log(sum_q).to(tl.float32)
@@ -151,11 +162,10 @@ def top_k_kernel(
         log_total = tl.log(total)
         p_k = tl.div_rn(e_k, tl.zeros_like(e_k) + total)
         u = x_k - m - log_total - log_q
-        left = 0.0
-        if BUCKET:
-            left = tl.maximum(1 - mass, 0.0)
-            # If there are no other classes, a remainder within the tolerance is a rounding error.
-            left = tl.where((s == 0) & (left <= tolerance), 0.0, left)
+        left = tl.maximum(1 - mass, 0.0)
+        # If there are no other classes, a remainder within the tolerance is a rounding error.
+        left = tl.where((in_bucket == 0) | ((s == 0) & (left <= tolerance)), 0.0, left)
+        if in_bucket != 0:
             p_left = s * factor_others / total
             log_left = (m_others - m) + (tl.log(s) - log_total)
             found = tl.sum(tl.where(known, gap(q, p_k, u), 0.0), 0)
@@ -171,7 +181,7 @@ def top_k_kernel(
             for back in range(0, last + 1, BLOCK):
                 z, x = read(ours, last - back, way, True)
                 write(place, last - back, ours, z, exp(x - m_others) * each * factor, way)
-            g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, ours[2], way))
+            g_k = ((mass + left) * p_k - q) * (factor * steepness(z_k, ours, way))
             tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
     if excluded:
@@ -251,12 +261,12 @@ def support_kernel(
         m, sums, top, _first = row_sums(
             line, first_loads(line, place_y, way), place_y, x_y, (None, None), side[2], way
         )  # fmt: skip
-        rest, _below, mixed, squares, level, _h, _shares, _mass = sums
+        rest, _below, mixed, squares, level, _surprise, _mass, _given = sums
         found = tl.full((), NOWHERE, tl.int64)
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
             z = tl.load(held + own + entry, mask=known, other=0.0)
-            largest = (order(z, side[2], way) == top) | (z != z)
+            largest = (order(z, side[2]) == top) | (z != z)
             found = tl.minimum(found, tl.min(tl.where(known & largest, classes, NOWHERE), 0))
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results
@@ -264,7 +274,7 @@ def support_kernel(
         factor, log_factor, _delta, g_y, _gamma = finish(
             divisors_of(rows)[0], row, None, facts, excluded, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares),
             exponent(x_y, m, True),
-            level, found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
+            level, found, None, results, upstreams, (1.0, 0.0, rest * 0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))

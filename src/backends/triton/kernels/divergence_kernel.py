@@ -56,6 +56,8 @@ __all__ = [
     "is_near",
     "peak",
     "read",
+    "scale_of",
+    "steepness",
     "write",
 ]
 
@@ -87,13 +89,14 @@ def begin(
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
     facts = row_facts(row, None, rows, ignore_index, limit)
-    excluded, r = gradient_factor(row, None, facts[1], facts[3], divisors_of(rows)[1], upstreams, way)
+    excluded, r = gradient_factor(row, None, facts[1], facts[3], divisors_of(rows)[1], upstreams)
     source = logits + position(here, inner, outer, stride, way.grouped)
     place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
     if not way.ragged:
         source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
-    return here, row, (source, vocabulary, activation_of(row, None, rows, numbers)), place, facts, excluded, r
+    activation = activation_of(row, None, rows, numbers)
+    return here, row, (source, vocabulary, activation), place, facts, excluded, r
 
 
 @triton.jit
@@ -121,8 +124,20 @@ def peak(side, way: tl.constexpr, HIDES: tl.constexpr = False):
 
 
 @triton.jit
+def scale_of(side, way: tl.constexpr):
+    """Return the part of dx/dz that is the same for all classes: 1 with a softcap."""
+    return 1.0 if way.capped else side[2][0]
+
+
+@triton.jit
+def steepness(z, side, way: tl.constexpr):
+    """Return the part of dx/dz that depends on the class: 1 without a softcap."""
+    return slope(z, side[2], way) if way.capped else 1.0
+
+
+@triton.jit
 def write(place, first, side, z, g, way: tl.constexpr):
-    """Store the gradient of a block of raw logits from dl/dx.
+    """Store the gradient of a block of raw logits from dl/dx times `scale_of`.
 
     A gradient of another dtype may be the second half of the row of logits. Then that of a class is written over the
     logits of this class and later ones, when all threads have read them.
@@ -130,7 +145,7 @@ def write(place, first, side, z, g, way: tl.constexpr):
     if place.dtype != side[0].dtype:
         tl.debug_barrier()
     classes = first + tl.arange(0, way.block)
-    tl.store(place + classes, (g * slope(z, side[2], way)).to(place.dtype.element_ty), mask=classes < side[1])
+    tl.store(place + classes, (g * steepness(z, side, way)).to(place.dtype.element_ty), mask=classes < side[1])
 
 
 @triton.jit
@@ -294,6 +309,7 @@ def divergence_kernel(
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a, vocabulary = facts[1], ours[1]
+    factor *= scale_of(ours, way)
     source = teacher + here * teacher_row
     source = source if way.ragged else tl.multiple_of(source, 16)
     theirs = source, vocabulary, activation_of(here, None, teacher_rows, teacher_numbers)

@@ -2,12 +2,16 @@
 
 `row_sums` takes exponentials relative to the largest logit of the row's first block, or of other classes in the
 target's lane if that is the target, so it needs no maximum over the row. If that overflows or underflows, it finds the
-largest x and reads the row again. Each lane has the following sums over its classes, with e = e^(x - m)::
+largest x and reads the row again. Each lane has the following sums over its classes, with e = e^(x - m). They are named
+like the packed sums of `xent.backends.torch.contract`, but in units of log2::
 
-    s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
+    rest = sum e    below = -sum w log2 e    mixed = sum e log2 e    squares = sum e^2    level = sum x
 
-All but s are computed only if they are needed. With class probabilities, w are the shares of classes in the loss
-(`shares_of`), and there are three sums more: minus that of probabilities times log2 e, of shares and of probabilities.
+All but `rest` are computed only if they are needed. With class probabilities q, w are the shares of classes in the loss
+(`shares_of`), and there are three sums more::
+
+    surprise = -sum q log2 e    mass = sum w    given = sum q
+
 A lane also has its largest key (`order`) and the first class of that block.
 
 In a row that does not begin at a multiple of 16 bytes (skewed), a lane has other classes than in an aligned row. Before
@@ -36,7 +40,9 @@ from xent.backends.triton.kernels.algebra import (
     activate,
     activation_of,
     exponent,
+    exponents,
     finite,
+    load,
     order,
     position,
     quick_exponent,
@@ -138,7 +144,7 @@ def _in_lanes(values, LANES: tl.constexpr):
 def _exponents(z, reference, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
     if CAREFUL:
-        return exponent(activate(z, activation, way), reference, way.exact)
+        return exponents(z, reference, activation, way)
     else:
         return quick_exponent(z, activation, reference * LOG2E, way)
 
@@ -148,42 +154,42 @@ def _add(
     sums, z, first, line, m, weights, activation, way: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
-    LANES: tl.constexpr = way.lanes
-    s, t, u, q, v, h, shares, mass, best, at = sums
+    LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
+    rest, below, mixed, squares, level, surprise, mass, given, best, at = sums
     _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
     e2 = _exponents(z, m, activation, way, AGAIN or way.exact)
-    if MASKED and (way.ragged or (way.capped or way.scaled)):
+    if MASKED:
         e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
     added = _in_lanes(e, LANES)
-    s += added
+    rest += added
     if way.entropy:
-        t += _in_lanes(e * tl.maximum(e2, FLOOR), LANES)
+        mixed += _in_lanes(e * tl.maximum(e2, FLOOR), LANES)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
-            given, share = shares_of(weights, classes, inside)
-            u -= _in_lanes(times(share, e2), LANES)
+            q, share = shares_of(weights, classes, inside)
+            below -= _in_lanes(times(share, e2), LANES)
             if weights[1] is not None:
-                h -= _in_lanes(times(given, e2), LANES)
-                shares += _in_lanes(share, LANES)
-                mass += _in_lanes(given, LANES)
+                surprise -= _in_lanes(times(q, e2), LANES)
+                mass += _in_lanes(share, LANES)
+                given += _in_lanes(q, LANES)
         else:
-            u -= _in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
+            below -= _in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
     if way.squared:
-        q += _in_lanes(e * e, LANES)
+        squares += _in_lanes(e * e, LANES)
     if way.averaged:
         x = activate(z, activation, way)
-        v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
+        level += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
-        key = order(z, activation, way)
+        key = order(z, activation)
         key = tl.where(inside, key, -float("inf")) if MASKED else key
         largest = tl.max(tl.reshape(key, [LANES, way.block // LANES]), 1)
         largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
-    return s, t, u, q, v, h, shares, mass, best, at
+    return rest, below, mixed, squares, level, surprise, mass, given, best, at
 
 
 @triton.jit
@@ -192,9 +198,9 @@ def first_loads(line, y, way: tl.constexpr):
 
     The mask excludes the target. Lanes are those of an aligned row. If the target is not in the row, this is any lane.
     """
-    WIDTH: tl.constexpr = way.block // way.lanes
+    WIDTH: tl.constexpr = 1 if way.skewed else way.vector
     source, off, _last, whole, vocabulary = line
-    lane = tl.maximum(y, 0) // WIDTH % way.lanes
+    lane = tl.maximum(y, 0) // WIDTH % (way.block // WIDTH)
     k = tl.arange(0, way.blocks * WIDTH)
     classes = k // WIDTH * way.block + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
@@ -205,37 +211,33 @@ def first_loads(line, y, way: tl.constexpr):
 @triton.jit
 def _over_lanes(values, off, lane, way: tl.constexpr):
     """Return the sum over all lanes of an aligned row but one."""
-    lanes = tl.arange(0, way.lanes)
+    lanes = tl.arange(0, values.shape[0])
     if way.skewed:
-        values = tl.gather(values, (lanes + off) % way.lanes, 0)
+        values = tl.gather(values, (lanes + off) % values.shape[0], 0)
     return tl.sum(tl.where(lanes != lane, values, 0.0), 0)
 
 
 @triton.jit
 def _joined(sums, off, loads, reference, weights, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
-    """Return sums over all lanes: s, t and q without the target, the others with it.
+    """Return sums over all lanes: rest, mixed and squares without the target, the others with it.
 
     The target's lane is summed again.
     Subtracting the target from a sum would cancel if the target is nearly the whole sum.
     """
-    s, t, u, q, v, h, shares, mass, _best, _at = sums
+    rest, below, mixed, squares, level, surprise, mass, given, _best, _at = sums
     _z, _ahead, z, lane, inside = loads
     e2 = tl.where(inside, _exponents(z, reference, activation, way, CAREFUL), -float("inf"))
     e = tl.math.exp2(e2)
-    rest = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
-    below, mixed, squares, level, surprise, all_shares, all_q = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    if way.smoothed:
-        below = _over_lanes(u, off, -1, way)
-    if way.entropy:
-        mixed = _over_lanes(t, off, lane, way) + tl.sum(e * tl.maximum(e2, FLOOR), 0)
-    if way.squared:
-        squares = _over_lanes(q, off, lane, way) + tl.sum(e * e, 0)
-    if way.averaged:
-        level = _over_lanes(v, off, -1, way)
-    if weights[1] is not None:
-        surprise = _over_lanes(h, off, -1, way)
-        all_shares, all_q = _over_lanes(shares, off, -1, way), _over_lanes(mass, off, -1, way)
-    return rest, below, mixed, squares, level, surprise, all_shares, all_q
+    return (
+        _over_lanes(rest, off, lane, way) + tl.sum(e, 0),
+        _over_lanes(below, off, -1, way) if way.smoothed else 0.0,
+        _over_lanes(mixed, off, lane, way) + tl.sum(e * tl.maximum(e2, FLOOR), 0) if way.entropy else 0.0,
+        _over_lanes(squares, off, lane, way) + tl.sum(e * e, 0) if way.squared else 0.0,
+        _over_lanes(level, off, -1, way) if way.averaged else 0.0,
+        0.0 if weights[1] is None else _over_lanes(surprise, off, -1, way),
+        0.0 if weights[1] is None else _over_lanes(mass, off, -1, way),
+        0.0 if weights[1] is None else _over_lanes(given, off, -1, way),
+    )
 
 
 @triton.jit
@@ -248,7 +250,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
     if the target is not in the row.
     """
     BLOCK: tl.constexpr = way.block
-    LANES: tl.constexpr = way.lanes
+    LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
     source, off, last, whole, vocabulary = line
     z, ahead, lane_z, _lane, others = loads
     seen = activate(z, activation, way)
@@ -297,7 +299,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
         z = fetch(source, first, whole, way, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
-        found = tl.min(tl.where(inside & ((order(z, activation, way) == top) | (z != z)), classes, NOWHERE), 0)
+        found = tl.min(tl.where(inside & ((order(z, activation) == top) | (z != z)), classes, NOWHERE), 0)
     return m, sums, top, found
 
 
@@ -320,9 +322,9 @@ def fold_kernel(
     width: "i32",  # the number of classes
     vocabulary: "i32",
     range_check: "i32",  # of the classes of this rank
+    adds: "i32",  # whether to merge the sums into those that are there
     columns: tl.constexpr,  # see `Columns`
     way: tl.constexpr,  # see `Way`
-    ADDS: tl.constexpr,  # merge the sums into those that are there
 ):
     """Write the sums of one row."""
     here = tl.program_id(0).to(tl.int64)
@@ -334,7 +336,7 @@ def fold_kernel(
         checks = check.to(tl.float32, bitcast=True), range_check.to(tl.float32, bitcast=True)
     activation = activation_of(row, None, rows, numbers)
     place = sums + here
-    if (ignored if way.all_rows else ignored | (a == 0)) != 0:
+    if (ignored | ((a == 0) & (numbers.all_rows == 0))) != 0:
         least = -float("inf")
         put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0) + checks, columns)
     else:
@@ -345,28 +347,30 @@ def fold_kernel(
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
         nothing = tl.full((), -float("inf"), tl.float32)
-        m, found_sums, top, found = row_sums(line, loads, y, nothing, (rows.class_weight, None), activation, way)
-        rest, below, mixed, squares, level, _h, _shares, _mass = found_sums
+        weights = rows.class_weight if way.smoothed else None, None
+        m, found_sums, top, found = row_sums(line, loads, y, nothing, weights, activation, way)
+        rest, below, mixed, squares, level, _surprise, _mass, _given = found_sums
         peak = tl.where(rest == 0, -float("inf"), m)
         found += first
         counted = width.to(tl.float32)
-        weights = counted
+        total_weight = counted
         if rows.total_weight is not None:
-            weights = tl.load(rows.total_weight)
+            total_weight = tl.load(rows.total_weight)
         below *= LN2
         if way.smoothed:
             own = times(w_y, m - activate(z_y, activation, way, True))
             below = tl.where(own == float("inf"), own, below - own)
-        made = rest, below, weights - w_y, mixed * LN2, squares, counted * m - level, counted
-        if ADDS:
-            other_peak = column(place, slot, None, columns.peak)
-            reference = finite(tl.maximum(peak, other_peak))
-            made = plus(rebased(reference, peak, made), load_sums(place, slot, None, reference, columns))
-            peak = tl.maximum(peak, other_peak)
-            z_y += column(place, slot, None, columns.target)
-            w_y += column(place, slot, None, columns.row_weight)
-            if way.predicted:
-                other = column(place, slot, None, columns.place).to(tl.int32, bitcast=True)
-                top, found = larger(column(place, slot, None, columns.key), other, top, found)
-        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)) + checks  # type: ignore[assignment]
+        made = rest, below, total_weight - w_y, mixed * LN2, squares, counted * m - level, counted
+        there, least = adds != 0, -float("inf")
+        other_peak = load(place + columns.peak * slot, there, least)
+        reference = finite(tl.maximum(peak, other_peak))
+        made = plus(rebased(reference, peak, made), load_sums(place, slot, there, reference, columns))
+        peak = tl.maximum(peak, other_peak)
+        z_y += column(place, slot, there, columns.target)
+        w_y += column(place, slot, there, columns.row_weight)
+        if way.predicted:
+            other = column(place, slot, there, columns.place).to(tl.int32, bitcast=True)
+            other_key = load(place + columns.key * slot, there, least)
+            top, found = larger(other_key, tl.where(there, other, NOWHERE), top, found)
+        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)) + checks
         put(place, slot, None, made, columns)

@@ -36,10 +36,13 @@ from xent.backends.triton.kernels.algebra import (
     activation_of,
     divisors_of,
     exponent,
+    exponents,
     finish,
     finite,
     gradient_factor,
+    has_statistics,
     numbers_of,
+    optional,
     position,
     quick_exponent,
     record_nothing,
@@ -60,14 +63,14 @@ __all__ = ["MOST_COUNTED", "TAG", "WORDS", "gradient_kernel", "rows_kernel"]
 def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr, FOLDED: tl.constexpr):
     """Return the gradient of a block of raw logits; at the target it is wrong and must be overwritten.
 
-    `terms` are m, factor, log_factor, delta and gamma, see `finish`. With FOLDED, the factor is in the exponent: the
-    first is log2(e) m - log2(factor), in units of log2.
+    `terms` are m, factor, log_factor, delta and gamma, see `finish` and `_scaled`. With FOLDED, the factor is in the
+    exponent: the first is log2(e) m - log2(factor), in units of log2.
     """
     reference, factor, log_factor, delta, gamma = terms
     if FOLDED:
         g = tl.math.exp2(quick_exponent(z, activation, reference, way))
     else:
-        e2 = exponent(activate(z, activation, way), reference, way.exact)
+        e2 = exponents(z, reference, activation, way)
         g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), log_factor, factor) if way.of_entropy else factor)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
@@ -77,9 +80,17 @@ def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr
                 g -= gamma * q
         else:
             g -= delta
-    if way.capped or way.scaled:
+    if way.capped:
         g *= slope(z, activation, way)
     return g
+
+
+@triton.jit
+def _scaled(terms, activation, way: tl.constexpr):
+    """Return terms of the gradient that contain the logit scale, unless `slope` has it, with a softcap."""
+    m, factor, log_factor, delta, gamma = terms
+    scale = 1.0 if way.capped else activation[0]
+    return m, factor * scale, log_factor * scale, delta * scale, gamma * scale
 
 
 @triton.jit
@@ -168,7 +179,9 @@ def gradient_kernel(
         activation = activation_of(row_at(start + here, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
         terms = tl.load(made), tl.load(made + slot), tl.load(made + 3 * slot), tl.load(made + 4 * slot), 0.0
-        _write_gradient(line, place, first, terms, (rows.class_weight, None), activation, way, False)
+        terms = _scaled(terms, activation, way)
+        weights = rows.class_weight if way.smoothed else None, None
+        _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
             tl.debug_barrier()
@@ -275,6 +288,7 @@ def rows_kernel(
     numbers,
     start: "i64",  # index of the first row in the order
     count: "i64",  # N
+    counts: "i32",  # whether each program counts the rows that divide a mean: `rows` has no divisor
     ignore_index: "i64",
     vocabulary: "i32",
     share: "i32",  # classes of a program: all, or a multiple of VECTOR; the last program has the rest
@@ -300,7 +314,7 @@ def rows_kernel(
     y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, UNLIMITED if GIVEN else vocabulary)
     options = numbers_of(rows, vocabulary, numbers)
     y = y_long.to(tl.int32)
-    weights = (rows.class_weight, None)
+    weights = rows.class_weight if way.smoothed else None, None
     if GIVEN:
         shared = row if rows.target is None else y_long
         given = probabilities + position(shared, given_inner, given_outer, given_row, True)
@@ -310,17 +324,17 @@ def rows_kernel(
         true = 0 if likeliest is None else tl.load(likeliest + shared).to(tl.int32)
         y = y * 0 - 1
     else:
-        w_y = 1.0 if rows.class_weight is None else tl.load(rows.class_weight + y_long)
+        w_y = optional(rows.class_weight, y_long, None, 1.0)
         true = y
     activation = activation_of(row, None, rows, numbers)
-    if way.counts:
-        each = tl.arange(0, _MOST_COUNTED)
-        _y, weight, _ignored, wrong = row_facts(each, each < count, rows, ignore_index, vocabulary)
-        divisor = tl.sum(tl.where(wrong, 0.0, weight), 0)
-        of_gradient = divisor
-    else:
-        divisor, of_gradient = divisors_of(rows)
-    excluded, r = gradient_factor(row, None, a, invalid, of_gradient, upstreams, way)
+    divisor, of_gradient = divisors_of(rows)
+    if not GIVEN:
+        if counts != 0:
+            each = tl.arange(0, _MOST_COUNTED)
+            _y, weight, _ignored, wrong = row_facts(each, each < count, rows, ignore_index, vocabulary)
+            divisor = tl.sum(tl.where(wrong, 0.0, weight), 0)
+            of_gradient = divisor
+    excluded, r = gradient_factor(row, None, a, invalid, of_gradient, upstreams)
     # The classes of this program, and the target among them.
     part = program % way.parts
     cut = part * share
@@ -339,7 +353,7 @@ def rows_kernel(
     if grad is not None:
         place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
-    if (ignored if way.all_rows else excluded) != 0:
+    if tl.where(numbers.all_rows != 0, ignored, excluded):
         record_nothing(row, None, results)
         if grad is not None:
             fill(place + off, 0.0, 0, size, way)
@@ -347,7 +361,7 @@ def rows_kernel(
         x_y = activate(z_y, activation, way, True)
         x_here = tl.where(has_target, x_y, -float("inf"))
         m, sums, top, found = row_sums(line, loads, y_here, x_here, weights, activation, way)
-        rest, below, mixed, squares, level, surprise, all_shares, all_q = sums
+        rest, below, mixed, squares, level, surprise, mass, all_q = sums
         found += cut
         if way.parts > 1:
             z_y, m, rest, mixed, squares, level, found = _exchanged(
@@ -359,7 +373,7 @@ def rows_kernel(
 
         total_weight = vocabulary * 1.0
         if GIVEN:
-            total_weight = all_shares
+            total_weight = mass
         elif way.smoothed and rows.class_weight is not None:
             total_weight = tl.load(rows.total_weight)
         factor, log_factor, delta, g_y, gamma = finish(
@@ -370,16 +384,17 @@ def rows_kernel(
         if saved is not None:
             _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
         if grad is not None:
-            if ignored if way.statistics else excluded:
+            if tl.where(has_statistics(upstreams), ignored, excluded):
                 fill(place + off, 0.0, 0, size, way)
             else:
-                m2 = m * LOG2E
+                terms = _scaled((m, factor, log_factor, delta, gamma), activation, way)
+                factor, m2 = terms[1], m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
-                if way.folds and foldable:
-                    terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, log_factor, delta, gamma
-                    _write_gradient(line, place, 0, terms, weights, activation, way, True)
+                if not (way.exact or way.of_entropy) and foldable:
+                    reference = m2 - tl.log2(tl.where(foldable, factor, 1.0))
+                    folded = reference, factor, terms[2], terms[3], terms[4]
+                    _write_gradient(line, place, 0, folded, weights, activation, way, True)
                 else:
-                    terms = m, factor, log_factor, delta, gamma
                     _write_gradient(line, place, 0, terms, weights, activation, way, False)
                 if not GIVEN:
                     tl.debug_barrier()

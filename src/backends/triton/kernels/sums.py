@@ -23,10 +23,13 @@ from xent.backends.triton.kernels.algebra import (
     exp,
     finish,
     finite,
+    given_rows,
     gradient_factor,
+    has_statistics,
+    is_given,
     load,
     numbers_of,
-    of_row,
+    optional,
     position,
     record_nothing,
     row_at,
@@ -95,11 +98,11 @@ def rebased(reference, peak, sums):
 
 @triton.jit
 def load_sums(place, slot, inside, reference, columns: tl.constexpr):
-    """Return sums relative to a larger, finite reference. Those that a call does not have are 0."""
+    """Return sums relative to a larger, finite reference. Those that a call does not have, and masked ones, are 0."""
     sums = ()
     for k in tl.static_range(7):
         sums += (column(place, slot, inside, columns[k]),)  # type: ignore[assignment]
-    return rebased(reference, column(place, slot, inside, columns.peak), sums)
+    return rebased(reference, load(place + columns.peak * slot, inside, -float("inf")), sums)
 
 
 @triton.jit
@@ -129,9 +132,7 @@ def owner(row, inside, rows, ignore_index, first, width, vocabulary):
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
     owned = (y >= first) & (y < first + width) & ~(ignored | invalid)
     y = tl.where(owned, y - first, width).to(tl.int32)
-    w_y = tl.where(owned, 1.0, 0.0)
-    if rows.class_weight is not None:  # a rank may have no class
-        w_y = tl.load(rows.class_weight + y, mask=owned, other=0.0)
+    w_y = tl.where(owned, optional(rows.class_weight, y, owned, 1.0), 0.0)  # a rank may have no class
     return owned, y, w_y, a, ignored
 
 
@@ -139,10 +140,10 @@ def owner(row, inside, rows, ignore_index, first, width, vocabulary):
 def check_of(row, here, ignored, rows, input_checks):
     """Return the checksum (int32) of a row, which must be equal on all ranks; see `shards.checks.row_checks`."""
     check = row.to(tl.int32) * MULTIPLIER + tl.load(rows.target + row).to(tl.int32)
-    if rows.sample_weight is not None:
-        check = check * MULTIPLIER + of_row(rows.sample_weight, row, None, 0.0).to(tl.int32, bitcast=True)
-    if rows.temperature is not None:
-        temperature = of_row(rows.temperature, row, None, 0.0).to(tl.int32, bitcast=True)
+    if is_given(rows.sample_weight):
+        check = check * MULTIPLIER + optional(rows.sample_weight, row, None, 0.0).to(tl.int32, bitcast=True)
+    if is_given(rows.temperature):
+        temperature = optional(rows.temperature, row, None, 0.0).to(tl.int32, bitcast=True)
         check = check * MULTIPLIER + tl.where(ignored, 0, temperature)
     if input_checks is not None:
         check = check * MULTIPLIER + tl.where(ignored, 0, tl.load(input_checks + here))
@@ -172,9 +173,9 @@ def finish_kernel(
     results,
     numbers,
     start: "i64",  # index of the first row in `rows.order`, or in the call
-    saved,  # (K, N) float32, in the order of the call, or None
+    saved,  # (K, N) float32, in the order of the call, or null
     saved_row: "i64",
-    made,  # (6, R) float32 or None: m, factor, the target's gradient, log_factor, delta, bits of the target's class
+    made,  # (6, R) float32 or null: m, factor, the target's gradient, log_factor, delta, bits of the target's class
     ignore_index: "i64",
     first: "i32",  # the first class of this rank
     width: "i32",
@@ -229,13 +230,12 @@ def finish_kernel(
         if columns.key >= 0:
             own_found = column(place, count, inside, columns.place).to(tl.int32, bitcast=True)
             key, found = larger(key, found, column(place, count, inside, columns.key), own_found)
-    if saved is not None:
-        values = merged + (m, z_y, w_y, key, found.to(tl.float32, bitcast=True)) + checks
-        put(saved + row, saved_row, inside, values, columns)
+    values = merged + (m, z_y, w_y, key, found.to(tl.float32, bitcast=True)) + checks
+    put(saved + row, saved_row, given_rows(saved, inside), values, columns)
 
     rest, below, weights, mixed, squares, deficit, _counted = merged
     divisor, of_gradient = divisors_of(rows)
-    excluded, r = gradient_factor(row, inside, a, invalid, of_gradient, upstreams, way)
+    excluded, r = gradient_factor(row, inside, a, invalid, of_gradient, upstreams)
     distance = x_y - m
     total = rest, below - times(w_y, distance), weights + w_y, mixed * LOG2E, squares
     factor, log_factor, delta, g_y, _gamma = finish(
@@ -243,12 +243,11 @@ def finish_kernel(
         m - deficit / vocabulary.to(tl.float32), found, None, results, upstreams,
         numbers_of(rows, vocabulary, numbers), activation, way,
     )  # fmt: skip
-    if made is not None:
-        own_class = tl.where((y >= first) & (y < first + width), y - first, -1).to(tl.int32)
-        own_class = tl.where(ignored if way.statistics else excluded, EXCLUDED, own_class)
-        found_ones = m, factor, g_y, nothing + log_factor, delta, own_class.to(tl.float32, bitcast=True)
-        for k in tl.static_range(6):
-            tl.store(made + k * count + here, found_ones[k], mask=inside)
+    own_class = tl.where((y >= first) & (y < first + width), y - first, -1).to(tl.int32)
+    own_class = tl.where(tl.where(has_statistics(upstreams), ignored, excluded), EXCLUDED, own_class)
+    coefficients = m, factor, g_y, nothing + log_factor, delta, own_class.to(tl.float32, bitcast=True)
+    for k in tl.static_range(6):
+        tl.store(made + k * count + here, coefficients[k], mask=given_rows(made, inside))
 
 
 @kernel
@@ -306,65 +305,58 @@ def join_kernel(
 @kernel
 def divisor_kernel(
     rows,  # without a divisor; with class weights, (C,) or of each row's target, if rows count with them
-    normalizer,  # (): the divisor; None for the sum of the row weights
+    normalizer,  # (): the divisor; null for the sum of the row weights
     divisor,  # see `Rows.divisor`
-    counted,  # () int64: number of rows with a target; or None
+    counted,  # () int64: number of rows with a target; or null
     count: "i64",
     ignore_index: "i64",
     limit: "i64",
     others: "fp32",  # see `xent.backends.torch.portable.rows.options_of_float16`, like scale
     scale: "fp32",
-    numbers,  # (2,) float32: both, if one is a tensor; or None
-    FLOAT16: tl.constexpr,  # gradients of the forward pass are float16
-    OF_ROWS: tl.constexpr,  # class weights are those of the rows
+    numbers,  # (2,) float32: both, if one is a tensor; or null
+    in_float16: "i32",  # whether gradients of the forward pass are float16
+    of_rows: "i32",  # whether class weights are those of the rows
     BLOCK: tl.constexpr,
 ):
     """Compute the divisor and the count. One program sums all rows in a fixed order."""
     sums = tl.zeros([BLOCK], tl.float32)
     sizes = tl.zeros([BLOCK], tl.float32)
     rows_counted = tl.zeros([BLOCK], tl.int64)
-    if numbers is not None:
+    if is_given(numbers):
         others = tl.load(numbers)
         scale = tl.load(numbers + 1)
     for first in range(0, count, BLOCK):
         row = first + tl.arange(0, BLOCK)
         y, a, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
-        weighted = a
-        if rows.class_weight is not None:
-            weighted *= load(rows.class_weight + (row if OF_ROWS else y), row < count, 0.0)
+        weighted = a * optional(rows.class_weight, tl.where(of_rows != 0, row, y), row < count, 1.0)
         sums += tl.where(wrong, 0.0, weighted)
         size = tl.abs(weighted) + others * tl.abs(a)
         sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
         rows_counted += tl.where(ignored, 0, 1)
     d = tl.sum(sums, 0)
-    if normalizer is not None:
+    if is_given(normalizer):
         d = tl.load(normalizer).to(tl.float32)
-    of_rows = d
-    rest = tl.full((), 1.0, tl.float32)
-    if FLOAT16:
-        # In float16, gradients divided by D could underflow before a loss scale is applied, and weights or scales could
-        # make them overflow. So they are divided by a bound of their row factors; `rest` is the remaining factor.
-        largest = tl.max(sizes, 0) * scale
-        largest = tl.where(largest == 0, 1.0, largest)
-        rest = tl.where(d == 0, 0.0, tl.div_rn(largest, tl.where(d == 0, 1.0, d)))
-        of_rows = tl.where(d == 0, 0.0, largest)
+    # In float16, gradients divided by D could underflow before a loss scale is applied, and weights or scales could
+    # make them overflow. So they are divided by a bound of their row factors; `rest` is the remaining factor.
+    largest = tl.max(sizes, 0) * scale
+    largest = tl.where(largest == 0, 1.0, largest)
+    rest = tl.where(d == 0, 0.0, tl.div_rn(largest, tl.where(d == 0, 1.0, d)))
     tl.store(divisor, d)
-    tl.store(divisor + 1, of_rows)
-    tl.store(divisor + 2, rest)
-    if counted is not None:
-        tl.store(counted, tl.sum(rows_counted, 0))
+    tl.store(divisor + 1, tl.where(in_float16 != 0, tl.where(d == 0, 0.0, largest), d))
+    tl.store(divisor + 2, tl.where(in_float16 != 0, rest, 1.0))
+    tl.store(counted, tl.sum(rows_counted, 0), mask=is_given(counted))
 
 
 @kernel
 def partition_kernel(
-    rows,  # without a divisor
+    rows,
     results,
     order,  # (N,) int64
     counted,  # () int64: the number of rows to compute
     count: "i64",  # N
     ignore_index: "i64",
     limit: "i64",
-    ALL_ROWS: tl.constexpr,  # rows of weight 0 are computed
+    all_rows: "i32",  # rows of weight 0 are computed
     BLOCK: tl.constexpr,
 ):
     """Write the rows to compute, in order, then the others, and the results of the others. One program has all rows."""
@@ -373,7 +365,7 @@ def partition_kernel(
         row = first + tl.arange(0, BLOCK)
         inside = row < count
         _y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, limit)
-        skipped = ignored if ALL_ROWS else ignored | ((a == 0) & ~invalid)
+        skipped = ignored | ((all_rows == 0) & (a == 0) & ~invalid)
         each = tl.where(skipped, 0, 1)
         before = computed + tl.cumsum(each, 0) - each
         tl.store(order + tl.where(skipped, count - 1 - (row - before), before), row, mask=inside)
@@ -390,7 +382,7 @@ def select_kernel(
     weight,  # (C, D) and its strides
     weight_row: "i64",
     weight_column: "i64",
-    bias,  # (C,), contiguous, or None
+    bias,  # (C,), contiguous, or null
     selected,  # (R, D), contiguous; or None
     target_logits,  # (R,) float32, 0 for the targets of other ranks; or None
     checks,  # (R,) int32: checksums of the hidden states; or None
@@ -401,7 +393,7 @@ def select_kernel(
     first_class: "i64",
     width: "i64",  # C
     size: "i32",  # D
-    STATISTICS: tl.constexpr,  # rows of weight 0 have gradients, from their statistics
+    of_statistics: "i32",  # whether rows of weight 0 have gradients, from their statistics
     BLOCK: tl.constexpr,
 ):
     """Copy one row of hidden states, or zeros if the row has no gradient. Compute its target's logit in float32."""
@@ -409,11 +401,8 @@ def select_kernel(
     row = row_at(start + here, None, rows)
     y, a, ignored, wrong = row_facts(row, None, rows, ignore_index, limit)
     y -= first_class
-    if rows.divisor is not None:
-        a = tl.where(tl.load(rows.divisor + 1) == 0, 0.0, a)
-    excluded = (a == 0) & ~wrong
-    if STATISTICS:
-        excluded = ignored
+    a = tl.where(optional(rows.divisor, 1, None, 1.0) == 0, 0.0, a)
+    excluded = tl.where(of_statistics != 0, ignored, (a == 0) & ~wrong)
     owned = (y >= 0) & (y < width)
     own_size = tl.where(owned, size, 0)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -436,8 +425,7 @@ def select_kernel(
         tl.store(checks + here, tl.sum(check, 0))
     if target_logits is not None:
         z = tl.sum(sums, 0)
-        if bias is not None:
-            z += tl.load(bias + y, mask=owned, other=0.0).to(tl.float32)
+        z += optional(bias, y, owned, 0.0)
         tl.store(target_logits + here, z)
 
 
