@@ -273,7 +273,7 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     compute = setting.compute
     if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
         return False
-    if not isinstance(source.weight, Tensor) or exact(setting.call):
+    if not isinstance(source.weight, Tensor) or exact(setting.call) or source.precision is not None:
         return False
     if source.input.dtype != compute or source.weight.dtype != compute:
         return False

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, smooths
 from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import block_rows
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, at, index_of, masked, times
@@ -43,6 +44,8 @@ _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 
 class PortableSteps(Steps):
     """See `xent.backends.torch.contract.Steps`."""
+
+    arithmetic = Arithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.facts, self.recorded = setting, Facts(setting), dict[str, Tensor]()
@@ -198,8 +201,8 @@ class PortableSteps(Steps):
         for first in range(0, max(count, 1), step):
             some, piece = slice(first, min(first + step, count)), block
             if step < count:
-                cut = [at(values, some) for values in (block.grad, block.target_logits, block.teacher)]
-                piece = Block(block.logits[some], start + first, 0, *cut)
+                parts = block.grad, block.target_logits, block.teacher, None, block.target_grad
+                piece = Block(block.logits[some], start + first, 0, *[at(values, some) for values in parts])
             rows = slice(start + some.start, start + some.stop)
             alone = part.rows is None and step >= count == self.setting.count
             made.append((piece, rows, self.facts if alone else self.facts.rows(index_of(part, rows.start, rows.stop))))
