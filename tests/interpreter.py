@@ -1,9 +1,9 @@
 """Patches for Triton's interpreter: make it round like a GPU, and make it faster.
 
 It rounds float32 to bfloat16 and to 8 bits toward zero, while GPUs round to nearest. It computes with NumPy, which
-warns of infinities and NaN. It replaces the functions of Triton's language at every call of a function in a kernel, although
-those of the launch are still in place; this takes half of a test's time. A fifth of the rest is spent on deriving the
-properties of a type for each value.
+warns of infinities and NaN. It replaces the functions of Triton's language at every call of a function in a kernel,
+although those of the launch are still in place; this takes half of a test's time. A fifth of the rest is spent on
+deriving the properties of a type for each value.
 """
 
 import warnings
