@@ -93,7 +93,7 @@ def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
     target = _target(framework, given, source, rows, axis, vocabulary)
     _check_weights(given, rows, vocabulary)
     if given.get("precision") is not None:
-        _check_fp8(framework, source, shards)
+        _check_fp8(framework, source)
     return Call(source, target, _activation(given), _options(given, heads=heads), shards)
 
 
@@ -184,15 +184,15 @@ def have_same_rows(call: Call) -> bool:
     return alike
 
 
-def _check_fp8(framework: str, source: Any, shards: Shards | None) -> None:
+def _check_fp8(framework: str, source: Any) -> None:
     """Raise ValueError for a call whose products cannot be in 8 bits."""
     wrong = None
     if framework != "torch":
         wrong = f"needs PyTorch tensors, got {framework} arrays"
     elif isinstance(source.weight, QuantizedRows):
         wrong = "quantizes the classifier itself, got a QuantizedRows"
-    elif shards is not None:
-        wrong = "does not support vocab_parallel yet"
+    elif not source.input.shape[-1]:
+        wrong = f"needs hidden states with elements, got input of shape {tuple(source.input.shape)}"
     if wrong is not None:
         raise ValueError(f"precision='fp8' {wrong}: leave precision out")
 

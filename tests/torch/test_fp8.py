@@ -302,6 +302,13 @@ def test_refusals(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     head = xent.QuantizedRows(given["linear_weight"].detach(), (V, WIDTH), lambda *_: given["linear_weight"])
     with pytest.raises(ValueError, match="quantizes the classifier itself"):
         xent.linear_cross_entropy(given["input"], head, given["target"], precision="fp8")
+    if target.name == "triton":
+        from xent.backends.triton import fp8
+
+        monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
+        reason = fp8._unavailable.__wrapped__(torch.device("cuda"))
+        assert reason is not None
+        assert reason.startswith("precision='fp8' needs torch.nn.functional.scaled_mm")
     if target.name == "torch" and target.device == "cpu":
         monkeypatch.delenv("XENT_BACKEND", raising=False)
         with pytest.raises(BackendError, match="it emulates precision='fp8'"):

@@ -78,10 +78,9 @@ class Arithmetic:
             None if of_rows is None else Quantized(*_quantized(grad.t(), CODES, of_rows)),
         )
 
-    def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor | None) -> Tensor:
-        """Return the product (M, N) of codes (M, K) and (N, K), in bfloat16. The scale of `right` is 1 for None."""
-        product = (left.float() @ right.float().t()).mul_(left_scale[:, None])
-        return (product if right_scale is None else product.mul_(right_scale)).bfloat16()
+    def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
+        """Return the product (M, N) of codes (M, K) and (N, K), in bfloat16."""
+        return (left.float() @ right.float().t()).mul_(left_scale[:, None]).mul_(right_scale).bfloat16()
 
     def put_hidden(
         self, product: Tensor, weight: Tensor, ids: Tensor, of_targets: Tensor | None, part: Part, out: Tensor

@@ -10,14 +10,14 @@ from xent.backends.torch.contract import Block, Loaded, Schedule, wide
 from xent.backends.torch.fp8 import Arithmetic, Quantized, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
-from xent.backends.torch.sources import Computed, Stored
+from xent.backends.torch.sources import Computed, Stored, most_columns
 from xent.core.call import Classes
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Computed8"]
 
-_PIECE_BYTES = 32 * 2**20
-"""Of the classifier's gradient of a part, computed at a time, so that it is in the L2 cache when it is added."""
+_PIECE_BYTES = 128 * 2**20
+"""Of the classifier's gradient of a part that is computed at a time, and then added."""
 
 
 class _Head(Classifier):
@@ -36,17 +36,18 @@ class _Head(Classifier):
 class _Sum(ProductSum):
     """The sum of the classifier's gradients of parts."""
 
-    def add_quantized(self, arithmetic: Arithmetic, columns: Quantized, hidden: Any) -> None:
+    def add_quantized(self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor) -> None:
         """Add a part's product of the gradient's columns (C, R) and codes of hidden states (D, R)."""
-        is_first, (classes, width) = self._sum is None, self._like.shape
+        classes, width = self._like.shape
         if self._sum is None:
-            self._sum = torch.empty_like(self._like, dtype=self._dtype)
-        step = padded(max(_PIECE_BYTES // (2 * max(width, 1)), 1))
+            product = arithmetic.product(*columns[:2], hidden, ones)[:classes, :width]
+            self._sum = product.to(self._dtype).contiguous()
+            return
+        step = padded(_PIECE_BYTES // (2 * width))
         for start in range(0, classes, step):
             codes, scale = columns.codes[start : start + step], columns.scale[start : start + step]
             total = self._sum[start : start + step]
-            product = arithmetic.product(codes, scale, hidden, None)[: len(total), :width]
-            total.copy_(product) if is_first else total.add_(product)
+            total += arithmetic.product(codes, scale, hidden, ones)[: len(total), :width]
 
     def add_targets(self, arithmetic: Arithmetic, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
         """Add the exact part of all rows."""
@@ -62,19 +63,21 @@ class Computed8(Computed):
     """
 
     def _open(self, source: Any, reuse: bool) -> int:
-        setting, self._tokens = self._setting, None
-        self._arriving: Any = None
-        self._given, self._made = source, [None, None, None]
+        setting, self.skips = self._setting, True
+        source = self._gathered(source)
         self._arithmetic: Arithmetic = self._steps.arithmetic
         self._head = self._classifier = _Head(source, setting.width, setting.needs, self._arithmetic)
-        self.skips = True
-        self._ids: Any = setting.call.target.ids if isinstance(setting.call.target, Classes) else None
+        self._ids: Any = None
+        """(N,) int64: the targets relative to the first class of this rank. None for class probabilities."""
+        if isinstance(setting.call.target, Classes):
+            self._ids = setting.call.target.ids.to(torch.int64) - setting.first
         self._of_targets: Any = None
         """(N,) float32: the gradients of the targets' logits, for the gradients of the classifier and the bias."""
         self._codes: Any = None
         """Those of the hidden states of the current part."""
         # Of an element the logits take 2 bytes, and the codes of their gradient in two layouts 2 more.
-        return rows_per_chunk(setting.count, padded(setting.width), 4, source.workspace, setting.device.type)
+        columns = padded(most_columns(setting, setting.width))
+        return rows_per_chunk(setting.count, columns, 4, source.workspace, setting.device.type)
 
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule, and allocate the gradients."""
@@ -82,6 +85,7 @@ class Computed8(Computed):
         if not self.wanted:
             return
         hidden, device = head.hidden, self._setting.device
+        self._ones = torch.ones(padded(hidden.shape[1]), dtype=torch.float32, device=device)
         self._made = [
             hidden.new_empty(hidden.shape, dtype=kept_dtype(given.input.dtype)) if needs[0] else None,
             _Sum(head.weight, given.weight.dtype, schedule.chunks) if needs[1] else None,
@@ -97,7 +101,9 @@ class Computed8(Computed):
         if loaded.logits is None:
             self._codes = self._arithmetic.quantize(loaded.hidden, trains and loaded.trained is loaded.hidden)
             factors = self._codes.codes, self._codes.scale, head.quantized_rows.codes, head.quantized_rows.scale
-            loaded.logits = self._arithmetic.product(*factors)[:count, : head.classes]
+            loaded.logits = head.hidden.new_empty(count, 0)
+            if head.classes:
+                loaded.logits = self._arithmetic.product(*factors)[:count, : head.classes]
             if head.bias is not None:
                 loaded.logits += head.bias
         of_targets = None
@@ -105,7 +111,8 @@ class Computed8(Computed):
             loaded.grad = loaded.logits
             if self._ids is not None:
                 of_targets = loaded.target_grad = torch.zeros(count, dtype=torch.float32, device=self._setting.device)
-        yield Block(loaded.logits, 0, 0, loaded.grad, loaded.target_logits, target_grad=of_targets)
+        more = loaded.target_logits, None, loaded.input_checks, of_targets
+        yield Block(loaded.logits, 0, 0, loaded.grad, *more)
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits."""
@@ -116,7 +123,9 @@ class Computed8(Computed):
         part, grad, of_targets, head = loaded.part, loaded.grad, loaded.target_grad, self._head
         made: list[Any] = self._made
         arithmetic, (of_input, of_weight, of_bias) = self._arithmetic, made
-        if grad is None:
+        if not head.classes and of_input is not None:
+            part.put(of_input.new_zeros(part.stop - part.start, of_input.shape[1]), of_input)
+        if grad is None or not head.classes:
             return
         hidden = self._codes
         if of_weight is not None and hidden.transposed is None:
@@ -131,13 +140,13 @@ class Computed8(Computed):
         loaded.logits = loaded.grad = grad = None
         if rows is not None and of_input is not None:
             weight: Any = head.quantized_rows.transposed
-            product = arithmetic.product(rows.codes, rows.scale, weight, None)
+            product = arithmetic.product(rows.codes, rows.scale, weight, self._ones)
             product = product[: part.stop - part.start, : head.hidden.shape[1]]
             arithmetic.put_hidden(product, head.weight, self._ids, of_targets, part, of_input)
         if part.last:
             self._send()
         if columns is not None and of_weight is not None:
-            of_weight.add_quantized(arithmetic, columns, hidden.transposed)
+            of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones)
         if of_targets is not None:
             part.put(of_targets, self._of_targets)
 
@@ -148,6 +157,6 @@ class Computed8(Computed):
         if of_targets is not None and of_weight is not None:
             of_weight.add_targets(self._arithmetic, self._head.hidden, ids, of_targets)
         if of_targets is not None and of_bias is not None and len(of_bias):
-            places = ids.to(torch.int64).clamp(0, len(of_bias) - 1)
+            places = ids.clamp(0, len(of_bias) - 1)
             of_bias.index_put_((places,), of_targets.to(of_bias.dtype), accumulate=True)
         return super().gradients()

@@ -19,8 +19,6 @@ __all__ = ["GpuArithmetic", "unavailable"]
 
 _CAPABILITY = (8, 9)
 _TILE = {"ROWS": 64, "COLUMNS": 128}
-_MOST_FAST = 8192
-"""The longest sums in the tensor cores' registers. Longer ones, over classes, have an error of 1% there."""
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -53,7 +51,7 @@ class GpuArithmetic(Arithmetic):
 
     def quantize(self, matrix: Tensor, transposes: bool) -> Quantized:
         """Quantize the rows of a matrix."""
-        matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+        matrix = _with_rows(matrix)
         rows, columns = map(padded, matrix.shape)
         largest = torch.zeros(rows, dtype=torch.float32, device=matrix.device)
         _over_tiles(largest_kernel, matrix, None, None, largest, None)
@@ -85,17 +83,15 @@ class GpuArithmetic(Arithmetic):
         _over_tiles(codes_kernel, grad, *inverses[0], of_classes, *inverses[1], of_rows)
         return by_row, by_column
 
-    def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor | None) -> Tensor:
+    def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
         """Return a product of codes."""
         if left.device.type != "cuda":
             return super().product(left, left_scale, right, right_scale)
-        if right_scale is None:
-            right_scale = torch.ones(len(right), dtype=torch.float32, device=right.device)
         by_row: Any = F.ScalingType.RowWise
         product: Tensor = F.scaled_mm(
             *(left, right.t(), left_scale[:, None], by_row, right_scale[None, :], by_row),
             output_dtype=torch.bfloat16,
-            use_fast_accum=left.shape[1] <= _MOST_FAST,
+            use_fast_accum=True,
         )
         return product
 
@@ -118,24 +114,34 @@ class GpuArithmetic(Arithmetic):
     def add_to_classes(self, total: Tensor, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
         """Add the targets' part to the gradient of the classifier."""
         size, (ordered, order) = total.shape[1], ids.sort(stable=True)
-        block = min(next_power_of_2(size), 256)
+        hidden, block = _with_rows(hidden), min(next_power_of_2(size), 512)
         launch(
             classes_kernel,
             len(ids) * cdiv(size, block),
-            (total, hidden, *hidden.stride(), of_targets, ordered, order, len(ids), len(total), size),
-            {"ROWS": 16, "BLOCK": block},
-            num_warps=4,
+            (total, hidden, hidden.stride(0), of_targets, ordered, order, len(ids), len(total), size),
+            {"ALIGNED": _is_aligned(hidden), "ROWS": 16, "BLOCK": block},
+            num_warps=8,
         )
 
 
 def _over_tiles(function: Any, matrix: Tensor, *others: Tensor | None) -> None:
     """Launch a kernel with one program per tile of a matrix."""
     rows, columns = matrix.shape
-    starts = matrix.data_ptr() | matrix.stride(0) * matrix.itemsize
     launch(
         function,
         cdiv(rows, _TILE["ROWS"]) * cdiv(columns, _TILE["COLUMNS"]),
         (matrix, matrix.stride(0), rows, columns, *others),
-        {"ALIGNED": columns % 16 == 0 and starts % 16 == 0, **_TILE},
+        {"ALIGNED": _is_aligned(matrix), **_TILE},
         num_warps=4,
     )
+
+
+def _with_rows(matrix: Tensor) -> Tensor:
+    """Return a matrix with adjacent columns."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Return whether rows begin at multiples of 16 bytes, and have a multiple of 16 columns."""
+    starts = matrix.data_ptr() | matrix.stride(0) * matrix.itemsize
+    return matrix.shape[1] % 16 == 0 and starts % 16 == 0

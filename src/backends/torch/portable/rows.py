@@ -432,7 +432,7 @@ class LogitRows:
         if made["zero"] is not None:
             g.masked_fill_(made["zero"][:, None], 0)
         if self._of_target is not None:
-            self._of_target.copy_(g.gather(1, self._place)[:, 0])
+            self._of_target.copy_(masked(g.gather(1, self._place)[:, 0], self._elsewhere, 0))
             self._put(g, 0.0)
         if g is not grad:
             grad.copy_(g)

@@ -131,15 +131,15 @@ def hidden_kernel(
 @kernel
 def classes_kernel(
     total,  # (C, D), contiguous
-    hidden,  # (N, D) and its strides
+    hidden,  # (N, D)
     hidden_row: "i64",
-    hidden_column: "i64",
     of_targets,  # (N,) float32
     ordered,  # (N,) integers: the targets, ascending
     order,  # (N,) int64: their rows
     count: "i64",  # N
     classes: "i64",  # C
     size: "i32",  # D
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,12 +151,16 @@ def classes_kernel(
     before = tl.load(ordered + at - 1, mask=at > 0, other=-1).to(tl.int64)
     if (y != before) & (y >= 0) & (y < classes):
         sums = tl.zeros([BLOCK], tl.float32)
+        if ALIGNED:
+            size = size // 16 * 16
         while at < count:
             index = at + tl.arange(0, ROWS)
             alike = tl.load(ordered + index, mask=index < count, other=-1).to(tl.int64) == y
             row = tl.load(order + index, mask=alike, other=0)
             g = tl.load(of_targets + row, mask=alike, other=0.0)
-            places = hidden + row[:, None] * hidden_row + d[None, :] * hidden_column
+            places = hidden + row[:, None] * hidden_row + d[None, :]
+            if ALIGNED:
+                places = tl.multiple_of(places, (1, 16))
             h = tl.load(places, mask=(g != 0)[:, None] & (d < size)[None, :], other=0.0)
             sums += tl.sum(g[:, None] * h.to(tl.float32), 0)
             at = tl.where(tl.sum(alike.to(tl.int32), 0) == ROWS, at + ROWS, count)
