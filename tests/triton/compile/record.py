@@ -26,7 +26,7 @@ from xent.command.check.case import Case, make_inputs, placed
 from xent.command.check.run import FUNCTIONS, cases_of
 from xent.core.call import Activation
 
-__all__ = ["Launch", "check_cases", "hopper", "rebuilt", "record"]
+__all__ = ["Launch", "check_cases", "hopper", "in_8_bits", "rebuilt", "record"]
 
 _MULTIPROCESSORS = 132
 IN_SHARDS = (
@@ -36,6 +36,7 @@ IN_SHARDS = (
     Case("linear_log_probs", (24,), 1000, "bfloat16", "", {"temperature": "rows"}, "none", hidden=32, entropy=True),
 )
 """Calls with a vocabulary in shards, which compare their rows between ranks."""
+_IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PATCHED = {"is_padded": lambda tensor: True, "looks_at_targets": lambda device: False}
 
 
@@ -77,6 +78,8 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
         for dtype in (torch.bfloat16, torch.float32):
             for k in (3, 64):
                 largest.largest(torch.zeros(2, 5000, dtype=dtype), k, Activation())
+        for reduction in ("mean", "none"):
+            _call(Case("linear_cross_entropy", (24,), 1000, "bfloat16", "", {}, reduction, hidden=32), precision="fp8")
         with _alone() as group:
             for case in IN_SHARDS:
                 _call(case, vocab_parallel=xent.VocabParallel(group, first=0, size=case.vocabulary))
@@ -143,8 +146,8 @@ def _alone() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _call(case: Case, **shards: Any) -> None:
-    """Call the function of a case with and without gradients."""
+def _call(case: Case, **more: Any) -> None:
+    """Call the function of a case with and without gradients. `more`: other arguments."""
     backend = TritonBackend()
     harness = backend.harness("cpu")
     inputs = make_inputs(case)
@@ -158,7 +161,7 @@ def _call(case: Case, **shards: Any) -> None:
     given = {case.results[0]: inputs.upstream} | inputs.others
 
     def call() -> dict[str, Any]:
-        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **shards, backend="triton")
+        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **more, backend="triton")
         return case.found_in(found)
 
     if case.alone:
@@ -184,6 +187,11 @@ def _call_hopper() -> None:
             steps = SimpleNamespace(way=way, numbers=launches.Numbers(1.0, 0.0, 0.0, 5.0, 0.5))
             products.product(steps, hidden, weight, classes, None, sums, more)
             products.product(steps, hidden, weight, classes, sums[:, 0], grad, more)
+
+
+def in_8_bits(launch: Launch) -> bool:
+    """Return whether a launch has 8-bit floats, which GPUs before compute capability 8.9 do not have."""
+    return any(isinstance(kind, tuple) and kind[1] in _IN_8_BITS for kind in launch.arguments)
 
 
 def hopper(launch: Launch) -> bool:
