@@ -96,7 +96,7 @@ def selected(name: str, call: Call, array: Any, depth: int = 2) -> Backend:
     origin = ""
     if name == "auto":
         name, origin = os.environ.get("XENT_BACKEND") or "auto", " (from the environment variable XENT_BACKEND)"
-    refusals = []
+    refusals, warning = [], None
     for (candidate, takes), load in TABLE.items():
         if takes != framework or name not in ("auto", candidate):
             continue
@@ -104,19 +104,19 @@ def selected(name: str, call: Call, array: Any, depth: int = 2) -> Backend:
         reason = backend.missing or backend.refuse(call)
         unproven: Any = getattr(backend, "unproven", None)
         if reason is None and name == "auto" and unproven is not None:
-            reason = unproven()
+            reason = unproven(call)
         if reason is None:
+            if warning is not None and warning not in _warned:
+                _warned.add(warning)
+                warnings.warn(warning, RuntimeWarning, stacklevel=depth + 3)
             return backend
         refusals.append(f"{candidate}: {reason}")
         device = array.device.type if framework == "torch" else framework
         if name == "auto" and device in backend.native_to:
-            message = (
+            warning = (
                 f"another backend computes this call, since xent does not use its {candidate} backend, the fastest on "
                 f"{device}: {reason}"
             )
-            if message not in _warned:
-                _warned.add(message)
-                warnings.warn(message, RuntimeWarning, stacklevel=depth + 3)
     if name == "auto":
         raise BackendError(f"no backend can serve this call on {framework} arrays: " + "; ".join(refusals))
     title = f"backend {name!r}{origin}"

@@ -92,6 +92,8 @@ def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
     source, rows, axis, vocabulary = _source(given, passed, shards, heads)
     target = _target(framework, given, source, rows, axis, vocabulary)
     _check_weights(given, rows, vocabulary)
+    if given.get("precision") is not None:
+        _check_fp8(framework, source)
     return Call(source, target, _activation(given), _options(given, heads=heads), shards)
 
 
@@ -182,6 +184,19 @@ def have_same_rows(call: Call) -> bool:
     return alike
 
 
+def _check_fp8(framework: str, source: Any) -> None:
+    """Raise ValueError for a call whose products cannot be in 8 bits."""
+    wrong = None
+    if framework != "torch":
+        wrong = f"needs PyTorch tensors, got {framework} arrays"
+    elif isinstance(source.weight, QuantizedRows):
+        wrong = "quantizes the classifier itself, got a QuantizedRows"
+    elif not source.input.shape[-1]:
+        wrong = f"needs hidden states with elements, got input of shape {tuple(source.input.shape)}"
+    if wrong is not None:
+        raise ValueError(f"precision='fp8' {wrong}: leave precision out")
+
+
 def _options(given: Arguments, **others: Any) -> Options:
     """Return the options among the arguments, and others."""
     return Options(**{name: given[name] for name in Options._fields if name in given}, **others)
@@ -245,7 +260,7 @@ def _source(
     if "input" in given:
         name, array, weight = "input", given["input"], given["linear_weight"]
         check_classifier("input", array, "linear_weight", weight, given["linear_bias"])
-        source = Product(array, weight, given["linear_bias"], given["workspace"])
+        source = Product(array, weight, given["linear_bias"], given["workspace"], None, given.get("precision"))
         rows = _rows_of_input(given, shards, heads)
         axis, vocabulary = len(rows), weight.shape[0]
     else:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Schedule, Setting, Steps, Upstream, wide
+from xent.backends.torch.fp8_source import Computed8
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
 from xent.backends.torch.portable.rows import Facts, activate, masked
@@ -120,7 +121,8 @@ def _run(
             return steps, [_whole_rows(setting, steps, wanted, reuse, saved)], saved
         if steps.computes_all and in_one_part(setting, steps):
             return steps, at_once(setting, steps), saved
-    source = (Stored if given else Computed)(setting, steps, wanted, reuse)
+    kind = Stored if isinstance(call.source, Given) else Computed if call.source.precision is None else Computed8
+    source = kind(setting, steps, wanted, reuse)
     fused = steps.fuses and not again and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)

@@ -16,7 +16,7 @@ from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, pad
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part"]
+__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part", "most_columns"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -104,16 +104,9 @@ class Computed(Stored):
     """
 
     def _open(self, source: Any, reuse: bool) -> int:
-        setting, self._tokens = self._setting, None
-        self._arriving: Any = None
+        setting = self._setting
         target, shards, compute = setting.call.target, setting.call.shards, setting.compute
-        self._given: Product = source
-        self._made: list[Any] = [None, None, None]
-        if shards is not None:
-            from xent.backends.torch.shards.collectives import tokens_of
-
-            self._tokens = tokens_of(shards, tuple(source.input.shape), setting.count)
-            source = source._replace(input=self._tokens.gathered(source.input.to(compute)))
+        source = self._gathered(source)
         self._classifier = Classifier(source, setting.width, setting.needs)
         divides = isinstance(target, (Dense, TopK))
         # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory,
@@ -129,13 +122,26 @@ class Computed(Stored):
         self._turn = 0
         return max(setting.count, 1) if self.tiles else self._rows_of_part(divides)
 
+    def _gathered(self, source: Product) -> Product:
+        """Keep what is given. Return the product with the hidden states of all tokens."""
+        shards = self._setting.call.shards
+        self._given, self._tokens = source, None
+        self._arriving: Any = None
+        self._made: list[Any] = [None, None, None]
+        if shards is None:
+            return source
+        from xent.backends.torch.shards.collectives import tokens_of
+
+        self._tokens = tokens_of(shards, tuple(source.input.shape), self._setting.count)
+        return source._replace(input=self._tokens.gathered(source.input.to(self._setting.compute)))
+
     def _rows_of_part(self, divides: bool) -> int:
         setting, columns, workspace = self._setting, self._classifier.columns, self._given.workspace
         compute, shards, size = setting.compute, setting.call.shards, self._dtype.itemsize
         if self._dtype != compute and self.wanted and not self._overlays:
             size += compute.itemsize
         if shards is not None or divides:  # the same on every rank
-            columns = _most_columns(setting, columns)
+            columns = most_columns(setting, columns)
         if divides:
             more = self._teacher.bytes_per_row if self._teacher else 0
             return _rows_of(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
@@ -273,7 +279,7 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     compute = setting.compute
     if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
         return False
-    if not isinstance(source.weight, Tensor) or exact(setting.call):
+    if not isinstance(source.weight, Tensor) or exact(setting.call) or source.precision is not None:
         return False
     if source.input.dtype != compute or source.weight.dtype != compute:
         return False
@@ -325,7 +331,7 @@ class Logits:
         if isinstance(source, Product):
             self._classifier = Classifier(source, setting.width)
             self._dtype = wide(self._classifier.compute)
-            self.bytes_per_row = _most_columns(setting, self._classifier.columns) * self._dtype.itemsize
+            self.bytes_per_row = most_columns(setting, self._classifier.columns) * self._dtype.itemsize
         self._part: Part | None = None
         self._room = torch.empty(0)
 
@@ -343,7 +349,7 @@ class Logits:
         return self._room[start:stop, : self._classifier.classes]
 
 
-def _most_columns(setting: Setting, columns: int) -> int:
+def most_columns(setting: Setting, columns: int) -> int:
     """Return the columns of the logits of a rank: in shards a number that is the same on every rank."""
     shards = setting.call.shards
     return columns if shards is None else padded_columns(-(-setting.vocabulary // shards.group.size()), setting.device)

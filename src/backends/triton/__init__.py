@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from xent.backends.harness import Harness
 from xent.backends.torch import TorchBackend
 from xent.backends.triton import machine
-from xent.core.call import Call, array_of, dtype_name
+from xent.core.call import Call, Product, array_of, dtype_name
 from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TritonBackend(TorchBackend):
         is_there, devices = self.missing is None, machine.DEVICES
         return BackendInfo(self.name, self.framework, is_there, self.missing, machine.VERSIONS, devices, notes)
 
-    def unproven(self) -> str | None:
+    def unproven(self, call: Call | None = None) -> str | None:
         """Return why "auto" skips this backend: it never ran on a GPU of this kind, and the check has not passed."""
         if machine.UNTRIED is None or machine.PROOF.passed:
             return None
@@ -63,6 +63,10 @@ class TritonBackend(TorchBackend):
             return f"it serves {' and '.join(devices)} tensors and got a {device} tensor, which backend 'torch' serves"
         if dtype_name(array) == "float64":
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
+        if isinstance(call.source, Product) and call.source.precision is not None:
+            from xent.backends.triton.fp8 import unavailable
+
+            return unavailable(array.device)
         return None
 
     def load(self) -> None:

@@ -14,6 +14,7 @@ from xent.backends.torch.memory import is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
 from xent.backends.triton import targets
+from xent.backends.triton.fp8 import GpuArithmetic
 from xent.backends.triton.geometry import Placed, Strides, in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
@@ -52,6 +53,7 @@ class TritonSteps:
     """The steps of a call, for all targets without shards, and for class targets in shards."""
 
     computes_all = tiles = overlays = True
+    arithmetic = GpuArithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.inputs = setting, Inputs(setting)
@@ -132,8 +134,9 @@ class TritonSteps:
                     words[-1] = 0
                 prepared(
                     *(kind, programs, some.logits, *some.rows, some.skew, grad, *some.places),
-                    *(block.target_logits, saved, words, rows, inputs.upstreams, inputs.recorded, inputs.numbers),
-                    *(start, inputs.count, int(inputs.counts), inputs.ignore_index, width, share, *given),
+                    *(block.target_logits, saved, block.target_grad, words, rows, inputs.upstreams),
+                    *(inputs.recorded, inputs.numbers, start, inputs.count, int(inputs.counts)),
+                    *(inputs.ignore_index, width, share, *given),
                 )
 
     def _of_whole_rows(self, some: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
@@ -231,7 +234,7 @@ class TritonSteps:
             layout = some.layout
             prepared(
                 *(kind, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
-                *(some.logits, *some.rows, some.skew, some.grad, *some.places),
+                *(some.logits, *some.rows, some.skew, some.grad, *some.places, block.target_grad),
                 *(coefficients[:, some.start :], coefficients.stride(0), rows, inputs.numbers),
                 *(first, block.first, width),
             )

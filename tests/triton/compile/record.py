@@ -25,7 +25,7 @@ from xent.command.check.case import Case, make_inputs, placed
 from xent.command.check.run import FUNCTIONS, cases_of
 from xent.core.call import Activation
 
-__all__ = ["Launch", "check_cases", "hopper", "rebuilt", "record"]
+__all__ = ["Launch", "check_cases", "hopper", "in_8_bits", "rebuilt", "record"]
 
 _MULTIPROCESSORS = 132
 IN_SHARDS = (
@@ -35,6 +35,7 @@ IN_SHARDS = (
     Case("linear_log_probs", (24,), 1000, "bfloat16", "", {"temperature": "rows"}, "none", hidden=32, entropy=True),
 )
 """Calls with a vocabulary in shards, which compare their rows between ranks."""
+_IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PATCHED = {"is_padded": lambda tensor: True, "looks_at_targets": lambda device: False}
 
 
@@ -77,6 +78,8 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
             for k in (3, 64):
                 largest.largest(torch.zeros(2, 5000, dtype=dtype), k, Activation())
             largest.count_above(torch.zeros(2, 5000, dtype=dtype), torch.zeros(2), 1.0)
+        for reduction in ("mean", "none"):
+            _call(Case("linear_cross_entropy", (24,), 1000, "bfloat16", "", {}, reduction, hidden=32), precision="fp8")
         with _alone() as group:
             for case in IN_SHARDS:
                 _call(case, vocab_parallel=xent.VocabParallel(group, first=0, size=case.vocabulary))
@@ -147,8 +150,8 @@ def _alone() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _call(case: Case, **shards: Any) -> None:
-    """Call the function of a case with and without gradients."""
+def _call(case: Case, **more: Any) -> None:
+    """Call the function of a case with and without gradients. `more`: other arguments."""
     backend = TritonBackend()
     harness = backend.harness("cpu")
     inputs = make_inputs(case)
@@ -162,7 +165,7 @@ def _call(case: Case, **shards: Any) -> None:
     given = {case.results[0]: inputs.upstream} | inputs.others
 
     def call() -> dict[str, Any]:
-        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **shards, backend="triton")
+        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **more, backend="triton")
         return case.found_in(found)
 
     if case.alone:
@@ -189,6 +192,11 @@ def _call_hopper() -> None:
             products.product(variant, numbers, hidden, weight, classes, None, sums)
             writing = variant._replace(writes=True)
             products.product(writing, numbers, hidden, weight, classes, sums[:, 0], grad)
+
+
+def in_8_bits(launch: Launch) -> bool:
+    """Return whether a launch has 8-bit floats, which GPUs before compute capability 8.9 do not have."""
+    return any(isinstance(kind, tuple) and kind[1] in _IN_8_BITS for kind in launch.arguments)
 
 
 def hopper(launch: Launch) -> bool:

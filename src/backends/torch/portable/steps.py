@@ -24,6 +24,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, partitioned, smooths
 from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import block_rows, logit_blocks
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, at, index_of, masked, times
@@ -44,6 +45,8 @@ _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 
 class PortableSteps(Steps):
     """See `xent.backends.torch.contract.Steps`."""
+
+    arithmetic = Arithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.facts, self.recorded = setting, Facts(setting), dict[str, Tensor]()
@@ -200,8 +203,10 @@ class PortableSteps(Steps):
         if not (logits.dim() == 2 and logits.is_contiguous() and (block.grad is None or block.grad.is_contiguous())):
             for first, rows, grad in logit_blocks(logits, block.grad):
                 cut = slice(first, first + len(rows))
-                others = (at(each, cut) for each in (block.target_logits, block.teacher))
-                yield from self._cut(Block(rows, block.start + first, 0, grad, *others), part)
+                parts = block.target_logits, block.teacher, None, block.target_grad
+                yield from self._cut(
+                    Block(rows, block.start + first, 0, grad, *[at(each, cut) for each in parts]), part
+                )
         else:
             yield from self._cut(block, part)
 
@@ -212,8 +217,8 @@ class PortableSteps(Steps):
         for first in range(0, max(count, 1), step):
             some, piece = slice(first, min(first + step, count)), block
             if step < count:
-                cut = [at(values, some) for values in (block.grad, block.target_logits, block.teacher)]
-                piece = Block(block.logits[some], start + first, 0, *cut)
+                parts = block.grad, block.target_logits, block.teacher, None, block.target_grad
+                piece = Block(block.logits[some], start + first, 0, *[at(values, some) for values in parts])
             rows = slice(start + some.start, start + some.stop)
             alone = part.rows is None and step >= count == self.setting.count
             yield piece, rows, self.facts if alone else self.facts.rows(index_of(part, rows.start, rows.stop))

@@ -151,6 +151,7 @@ def gradient_kernel(
     grad_inner: "i64",
     grad_outer: "i64",
     grad_row: "i64",
+    target_grad,  # see `rows_kernel`
     coefficients,  # (6, R) float32 of `finish_kernel`, rows `slot` apart
     slot: "i64",
     rows,  # the class weights are those of the classes from `first_here` on
@@ -184,8 +185,12 @@ def gradient_kernel(
         _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
+            g_y = tl.load(made + 2 * slot)
+            if target_grad is not None:
+                tl.store(target_grad + here, g_y)
+                g_y = tl.full((), 0.0, tl.float32)
             tl.debug_barrier()
-            tl.store(place + (off + y), tl.load(made + 2 * slot).to(grad.dtype.element_ty))
+            tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
 
 
 WORDS = 8
@@ -281,6 +286,7 @@ def rows_kernel(
     grad_row: "i64",
     target_logits,  # (R,) float32 or None: replace the targets' raw logits
     saved,  # (K, N) float32 or None
+    target_grad,  # (R,) float32 zeros for the gradients of the targets' logits, which are then 0 in `grad`; or None
     words,  # (rows of the launch, `Way.parts`, WORDS) int64 and a counter, all 0; or None for one program per row
     rows,
     upstreams,
@@ -397,5 +403,8 @@ def rows_kernel(
                 else:
                     _write_gradient(line, place, 0, terms, weights, activation, way, False)
                 if not GIVEN:
+                    if target_grad is not None:
+                        tl.store(target_grad + here, g_y, mask=has_target)
+                        g_y = tl.full((), 0.0, tl.float32)
                     tl.debug_barrier()
                     tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)

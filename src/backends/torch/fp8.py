@@ -1,0 +1,114 @@
+"""The arithmetic of 8-bit factors: quantization, products, and the target's exact part of both gradients.
+
+A row x (K,) of a matrix becomes codes x / s with one scale s = max |x| / the largest code, so that a product is ::
+
+    left @ right.T ~ (left_codes @ right_codes.T) * left_scale[:, None] * right_scale
+
+The scale of a row of zeros is 1. All that is computed from a row with an infinity or NaN is NaN. Sizes are padded with
+zeros to multiples of 16, which products of GPUs need.
+
+With hidden states h, classifier W, their scales s_r and s_c, codes H and C, and the gradient G of the logits, 0 at the
+targets y, whose entries are g ::
+
+    logits = (H @ C.T) s_r s_c          dh = Q(G s_c) @ C + g W_y
+    dW = Q((G s_r).T) @ H + sum_{r: y_r = c} g_r h_r
+
+`Q` quantizes each row. So both products with W take the same codes, in two layouts. The last terms are not quantized:
+they are summed in float32, rows in the order of the call, and rounded once with the product.
+
+`Arithmetic` emulates it on every device, with float32 products. `xent.backends.triton.fp8` has the kernels.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xent.backends.torch.contract import Part
+
+__all__ = ["CODES", "GRADIENT_CODES", "Arithmetic", "Quantized", "padded", "scales"]
+
+CODES = torch.float8_e4m3fn
+GRADIENT_CODES = torch.float8_e5m2
+"""Of the gradient's rows, whose small elements need the range. Its columns are in `CODES`."""
+_MULTIPLE = 16
+_LEAST_SCALE = 2.0**-100
+
+
+class Quantized(NamedTuple):
+    """A matrix (R, K) in 8 bits, R and K padded to multiples of 16."""
+
+    codes: Tensor
+    """(R, K)"""
+    scale: Tensor
+    """(R,) float32"""
+    transposed: Tensor | None = None
+    """(K, R): the same codes."""
+
+
+def padded(size: int) -> int:
+    """Return a size rounded up to a multiple of 16."""
+    return -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def scales(largest: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the scales of rows from their largest absolute values, float32."""
+    scale = (largest / torch.finfo(kind).max).clamp_(min=_LEAST_SCALE)
+    return scale.masked_fill_(largest == 0, 1)
+
+
+class Arithmetic:
+    """In PyTorch's own operations; products of the codes in float32."""
+
+    def quantize(self, matrix: Tensor, transposes: bool) -> Quantized:
+        """Quantize the rows of a matrix (R, K); `transposes`: also return its codes transposed."""
+        codes, scale = _quantized(matrix, CODES)
+        return Quantized(codes, scale, codes.t().contiguous() if transposes else None)
+
+    def quantize_gradient(
+        self, grad: Tensor, of_classes: Tensor | None, of_rows: Tensor | None
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Quantize the rows of grad (R, C) times the scales of classes, and its columns times the scales of rows.
+
+        None for that whose scales are None.
+        """
+        return (
+            None if of_classes is None else Quantized(*_quantized(grad, GRADIENT_CODES, of_classes)),
+            None if of_rows is None else Quantized(*_quantized(grad.t(), CODES, of_rows)),
+        )
+
+    def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
+        """Return the product (M, N) of codes (M, K) and (N, K), in bfloat16."""
+        return (left.float() @ right.float().t()).mul_(left_scale[:, None]).mul_(right_scale).bfloat16()
+
+    def put_hidden(
+        self, product: Tensor, weight: Tensor, ids: Tensor, of_targets: Tensor | None, part: Part, out: Tensor
+    ) -> None:
+        """Write the gradient of the hidden states of a part to `out` (N, D): product (R, D) + g W_y.
+
+        `ids` (N,) are the targets, `of_targets` (R,) the gradients g of their logits.
+        """
+        made = product.float()
+        if of_targets is not None:
+            place = ids[part.indices].clamp(0, len(weight) - 1)
+            made = made + (of_targets[:, None] * weight[place].float()).masked_fill_(of_targets[:, None] == 0, 0)
+        part.put(made.to(out.dtype), out)
+
+    def add_to_classes(self, total: Tensor, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
+        """Add g_r h_r to row y_r of the classifier's gradient (C, D), for all rows r."""
+        used = of_targets != 0
+        classes, place = ids[used].clamp(0, len(total) - 1).unique(return_inverse=True)
+        terms = of_targets[used][:, None] * hidden[used].float()
+        sums = terms.new_zeros(len(classes), hidden.shape[1]).index_put_((place,), terms, accumulate=True)
+        total[classes] = (total[classes] + sums).to(total.dtype)
+
+
+def _quantized(matrix: Tensor, kind: torch.dtype, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of the rows of a matrix, times the factors of its columns."""
+    rows, columns = matrix.shape
+    x = F.pad(matrix.float(), (0, padded(columns) - columns, 0, padded(rows) - rows))
+    if factors is not None:
+        x = x * factors
+    scale = scales(x.abs().amax(1), kind)
+    return (x * scale.reciprocal()[:, None]).to(kind), scale

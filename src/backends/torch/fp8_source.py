@@ -1,0 +1,162 @@
+"""`Computed8`: logits and gradients of a product whose factors are quantized to 8 bits (``precision="fp8"``)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.contract import Block, Loaded, Schedule, wide
+from xent.backends.torch.fp8 import Arithmetic, Quantized, padded
+from xent.backends.torch.memory import cast
+from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
+from xent.backends.torch.sources import Computed, Stored, most_columns
+from xent.core.call import Classes
+from xent.core.chunks import rows_per_chunk
+
+__all__ = ["Computed8"]
+
+_PIECE_BYTES = 128 * 2**20
+"""Of the classifier's gradient of a part that is computed at a time, and then added."""
+
+
+class _Head(Classifier):
+    """A classifier with its codes. It is not padded in 16 bits."""
+
+    def __init__(self, source: Any, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic) -> None:
+        compute = getattr(torch, source.dtype)
+        super().__init__(source._replace(input=cast(source.input, compute)), width, needs)
+        self.columns = width
+        self.quantized_rows: Quantized = arithmetic.quantize(self.weight, needs[0])
+
+    def _extended(self, values: Tensor) -> Tensor:
+        return values
+
+
+class _Sum(ProductSum):
+    """The sum of the classifier's gradients of parts."""
+
+    def add_quantized(self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor) -> None:
+        """Add a part's product of the gradient's columns (C, R) and codes of hidden states (D, R)."""
+        classes, width = self._like.shape
+        if self._sum is None:
+            product = arithmetic.product(*columns[:2], hidden, ones)[:classes, :width]
+            self._sum = product.to(self._dtype).contiguous()
+            return
+        step = padded(_PIECE_BYTES // (2 * width))
+        for start in range(0, classes, step):
+            codes, scale = columns.codes[start : start + step], columns.scale[start : start + step]
+            total = self._sum[start : start + step]
+            total += arithmetic.product(codes, scale, hidden, ones)[: len(total), :width]
+
+    def add_targets(self, arithmetic: Arithmetic, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
+        """Add the exact part of all rows."""
+        if self._sum is not None:
+            arithmetic.add_to_classes(self._sum, hidden, ids, of_targets)
+
+
+class Computed8(Computed):
+    """Logits (R, C) of hidden states and a classifier, part by part, and the gradients of both.
+
+    The gradient of a part's logits is in their memory, in bfloat16, until it is quantized. The scales of hidden states
+    and classifier are those of their rows, so logits do not depend on the parts.
+    """
+
+    def _open(self, source: Any, reuse: bool) -> int:
+        setting, self.skips = self._setting, True
+        source = self._gathered(source)
+        self._arithmetic: Arithmetic = self._steps.arithmetic
+        self._head = self._classifier = _Head(source, setting.width, setting.needs, self._arithmetic)
+        self._ids: Any = None
+        """(N,) int64: the targets relative to the first class of this rank. None for class probabilities."""
+        if isinstance(setting.call.target, Classes):
+            self._ids = setting.call.target.ids.to(torch.int64) - setting.first
+        self._of_targets: Any = None
+        """(N,) float32: the gradients of the targets' logits, for the gradients of the classifier and the bias."""
+        self._codes: Any = None
+        """Those of the hidden states of the current part."""
+        # Of an element the logits take 2 bytes, and the codes of their gradient in two layouts 2 more.
+        columns = padded(most_columns(setting, setting.width))
+        return rows_per_chunk(setting.count, columns, 4, source.workspace, setting.device.type)
+
+    def start(self, schedule: Schedule) -> None:
+        """Receive the schedule, and allocate the gradients."""
+        self._schedule, head, needs, given = schedule, self._head, self._setting.needs, self._given
+        if not self.wanted:
+            return
+        hidden, device = head.hidden, self._setting.device
+        self._ones = torch.ones(padded(hidden.shape[1]), dtype=torch.float32, device=device)
+        self._made = [
+            hidden.new_empty(hidden.shape, dtype=kept_dtype(given.input.dtype)) if needs[0] else None,
+            _Sum(head.weight, given.weight.dtype, schedule.chunks) if needs[1] else None,
+            torch.zeros(head.classes, dtype=wide(head.compute), device=device) if needs[2] else None,
+        ]
+        if self._ids is not None:
+            self._of_targets = torch.zeros(self._setting.count, dtype=torch.float32, device=device)
+
+    def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
+        """Yield all rows of a part in one block."""
+        head, trains = self._head, self.wanted and self._setting.needs[1]
+        count = loaded.part.stop - loaded.part.start
+        if loaded.logits is None:
+            self._codes = self._arithmetic.quantize(loaded.hidden, trains and loaded.trained is loaded.hidden)
+            factors = self._codes.codes, self._codes.scale, head.quantized_rows.codes, head.quantized_rows.scale
+            loaded.logits = head.hidden.new_empty(count, 0)
+            if head.classes:
+                loaded.logits = self._arithmetic.product(*factors)[:count, : head.classes]
+            if head.bias is not None:
+                loaded.logits += head.bias
+        of_targets = None
+        if self.wanted:
+            loaded.grad = loaded.logits
+            if self._ids is not None:
+                of_targets = loaded.target_grad = torch.zeros(count, dtype=torch.float32, device=self._setting.device)
+        more = loaded.target_logits, None, loaded.input_checks, of_targets
+        yield Block(loaded.logits, 0, 0, loaded.grad, *more)
+
+    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+        """Write the gradient of a part's logits."""
+        Stored.differentiate(self, loaded, coefficients)
+
+    def add(self, loaded: Loaded) -> None:
+        """Quantize the gradient of a part's logits, and multiply it into those of hidden states and classifier."""
+        part, grad, of_targets, head = loaded.part, loaded.grad, loaded.target_grad, self._head
+        made: list[Any] = self._made
+        arithmetic, (of_input, of_weight, of_bias) = self._arithmetic, made
+        if not head.classes and of_input is not None:
+            part.put(of_input.new_zeros(part.stop - part.start, of_input.shape[1]), of_input)
+        if grad is None or not head.classes:
+            return
+        hidden = self._codes
+        if of_weight is not None and hidden.transposed is None:
+            hidden = arithmetic.quantize(loaded.trained, True)
+        rows, columns = arithmetic.quantize_gradient(
+            grad,
+            None if of_input is None else head.quantized_rows.scale,
+            None if of_weight is None else hidden.scale,
+        )
+        if of_bias is not None:
+            of_bias += grad.sum(0, dtype=of_bias.dtype)
+        loaded.logits = loaded.grad = grad = None
+        if rows is not None and of_input is not None:
+            weight: Any = head.quantized_rows.transposed
+            product = arithmetic.product(rows.codes, rows.scale, weight, self._ones)
+            product = product[: part.stop - part.start, : head.hidden.shape[1]]
+            arithmetic.put_hidden(product, head.weight, self._ids, of_targets, part, of_input)
+        if part.last:
+            self._send()
+        if columns is not None and of_weight is not None:
+            of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones)
+        if of_targets is not None:
+            part.put(of_targets, self._of_targets)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients, with the targets' part of those of classifier and bias."""
+        _, of_weight, of_bias = self._made
+        ids, of_targets = self._ids, self._of_targets
+        if of_targets is not None and of_weight is not None:
+            of_weight.add_targets(self._arithmetic, self._head.hidden, ids, of_targets)
+        if of_targets is not None and of_bias is not None and len(of_bias):
+            places = ids.clamp(0, len(of_bias) - 1)
+            of_bias.index_put_((places,), of_targets.to(of_bias.dtype), accumulate=True)
+        return super().gradients()

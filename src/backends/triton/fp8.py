@@ -1,0 +1,147 @@
+"""The arithmetic of 8-bit factors on GPUs: kernels, and products of `torch.nn.functional.scaled_mm`.
+
+See `xent.backends.torch.fp8`. In Triton's interpreter the products are emulated.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xent.backends.torch.contract import Part
+from xent.backends.torch.fp8 import CODES, GRADIENT_CODES, Arithmetic, Quantized, padded, scales
+from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, largest_kernel
+from xent.backends.triton.launches import cdiv, launch, next_power_of_2
+
+__all__ = ["GpuArithmetic", "unavailable"]
+
+_CAPABILITY = (8, 9)
+_TILE = {"ROWS": 64, "COLUMNS": 128}
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Return why a device has no products in 8 bits, or None. Triton's interpreter emulates them."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return None
+    return _unavailable(device)
+
+
+@cache
+def _unavailable(device: torch.device) -> str | None:
+    needs = "precision='fp8' needs torch.nn.functional.scaled_mm, which PyTorch 2.10 has, and compute capability 8.9"
+    if not hasattr(F, "scaled_mm"):
+        return f"{needs}, and this is PyTorch {torch.__version__}"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _CAPABILITY:
+        return f"{needs}, and this is {torch.cuda.get_device_name(device)}"
+    arithmetic = GpuArithmetic()
+    factors = torch.arange(32 * 48, device=device).view(32, 48).sin()[:, :48]
+    codes, scale, _ = Arithmetic().quantize(factors, False)
+    try:
+        own = arithmetic.product(codes, scale, codes, scale)
+    except (RuntimeError, ValueError) as error:
+        return f"{needs}, and this device refuses: {error}"
+    return None if torch.allclose(own, Arithmetic().product(codes, scale, codes, scale), 0.02, 0.02) else needs
+
+
+class GpuArithmetic(Arithmetic):
+    """See `xent.backends.torch.fp8.Arithmetic`."""
+
+    def quantize(self, matrix: Tensor, transposes: bool) -> Quantized:
+        """Quantize the rows of a matrix."""
+        matrix = _with_rows(matrix)
+        rows, columns = map(padded, matrix.shape)
+        largest = torch.zeros(rows, dtype=torch.float32, device=matrix.device)
+        _over_tiles(largest_kernel, matrix, None, None, largest, None)
+        scale = scales(largest, CODES)
+        codes = torch.empty(rows, columns, dtype=CODES, device=matrix.device)
+        transposed = torch.empty(columns, rows, dtype=CODES, device=matrix.device) if transposes else None
+        inverses = scale.reciprocal()
+        _over_tiles(codes_kernel, matrix, codes, inverses, None, transposed, None, inverses)
+        return Quantized(codes, scale, transposed)
+
+    def quantize_gradient(
+        self, grad: Tensor, of_classes: Tensor | None, of_rows: Tensor | None
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Quantize rows and columns of the gradient of logits."""
+        (rows, columns), like = map(padded, grad.shape), grad
+        largest = [
+            None if factors is None else torch.zeros(size, dtype=torch.float32, device=like.device)
+            for factors, size in ((of_classes, rows), (of_rows, columns))
+        ]
+        _over_tiles(largest_kernel, grad, of_rows, of_classes, *largest)
+        by_row = by_column = None
+        if largest[0] is not None:
+            codes = torch.empty(rows, columns, dtype=GRADIENT_CODES, device=like.device)
+            by_row = Quantized(codes, scales(largest[0], GRADIENT_CODES))
+        if largest[1] is not None:
+            codes = torch.empty(columns, rows, dtype=CODES, device=like.device)
+            by_column = Quantized(codes, scales(largest[1], CODES))
+        inverses = [(None, None) if one is None else (one.codes, one.scale.reciprocal()) for one in (by_row, by_column)]
+        _over_tiles(codes_kernel, grad, *inverses[0], of_classes, *inverses[1], of_rows)
+        return by_row, by_column
+
+    def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
+        """Return a product of codes."""
+        if left.device.type != "cuda":
+            return super().product(left, left_scale, right, right_scale)
+        by_row: Any = F.ScalingType.RowWise
+        product: Tensor = F.scaled_mm(
+            *(left, right.t(), left_scale[:, None], by_row, right_scale[None, :], by_row),
+            output_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return product
+
+    def put_hidden(
+        self, product: Tensor, weight: Tensor, ids: Tensor, of_targets: Tensor | None, part: Part, out: Tensor
+    ) -> None:
+        """Write the gradient of the hidden states of a part."""
+        size = out.shape[1]
+        launch(
+            hidden_kernel,
+            part.stop - part.start,
+            (
+                *(product, product.stride(0), weight, *weight.stride(), ids, of_targets, part.rows),
+                *(part.start, out, len(weight), size),
+            ),
+            {"BLOCK": min(next_power_of_2(size), 1024)},
+            num_warps=4,
+        )
+
+    def add_to_classes(self, total: Tensor, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
+        """Add the targets' part to the gradient of the classifier."""
+        size, (ordered, order) = total.shape[1], ids.sort(stable=True)
+        hidden, block = _with_rows(hidden), min(next_power_of_2(size), 512)
+        launch(
+            classes_kernel,
+            len(ids) * cdiv(size, block),
+            (total, hidden, hidden.stride(0), of_targets, ordered, order, len(ids), len(total), size),
+            {"ALIGNED": _is_aligned(hidden), "ROWS": 16, "BLOCK": block},
+            num_warps=8,
+        )
+
+
+def _over_tiles(function: Any, matrix: Tensor, *others: Tensor | None) -> None:
+    """Launch a kernel with one program per tile of a matrix."""
+    rows, columns = matrix.shape
+    launch(
+        function,
+        cdiv(rows, _TILE["ROWS"]) * cdiv(columns, _TILE["COLUMNS"]),
+        (matrix, matrix.stride(0), rows, columns, *others),
+        {"ALIGNED": _is_aligned(matrix), **_TILE},
+        num_warps=4,
+    )
+
+
+def _with_rows(matrix: Tensor) -> Tensor:
+    """Return a matrix with adjacent columns."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Return whether rows begin at multiples of 16 bytes, and have a multiple of 16 columns."""
+    starts = matrix.data_ptr() | matrix.stride(0) * matrix.itemsize
+    return matrix.shape[1] % 16 == 0 and starts % 16 == 0

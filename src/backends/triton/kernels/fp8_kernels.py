@@ -1,0 +1,169 @@
+"""Quantization to 8 bits in two layouts, and the targets' exact part of gradients: see `xent.backends.torch.fp8`.
+
+Matrices (R, C) have adjacent columns. Codes are (R', C') and transposed ones (C', R'), with R' and C' the next
+multiples of 16. ALIGNED: rows begin at multiples of 16 bytes, and C is a multiple of 16.
+"""
+
+import triton
+import triton.language as tl
+
+from xent.backends.triton.launches import kernel
+
+__all__ = ["classes_kernel", "codes_kernel", "hidden_kernel", "largest_kernel"]
+
+
+@triton.jit
+def _tile(matrix, stride, rows, columns, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the rows and columns of a program's tile, and its elements in float32, 0 outside of the matrix."""
+    tall = tl.cdiv(rows, ROWS)
+    r = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0) // tall * COLUMNS + tl.arange(0, COLUMNS)
+    places = matrix + r[:, None] * stride + c[None, :]
+    if ALIGNED:
+        columns = columns // 16 * 16  # no change, but tells the compiler that it is a multiple
+        places = tl.multiple_of(places, (1, 16))
+    x = tl.load(places, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0)
+    return r, c, x.to(tl.float32)
+
+
+@triton.jit
+def _times(x, of_rows, of_columns, r, c, rows, columns):
+    """Return x times factors of columns and rows, each of which may be None."""
+    if of_columns is not None:
+        x *= tl.load(of_columns + c, mask=c < columns, other=0.0)[None, :]
+    if of_rows is not None:
+        x *= tl.load(of_rows + r, mask=r < rows, other=0.0)[:, None]
+    return x
+
+
+@triton.jit
+def _put_largest(place, index, size, x, AXIS: tl.constexpr):
+    """Write the largest absolute values along an axis. As integers, NaN is the largest, and any order will do."""
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS)
+    tl.atomic_max(place.to(tl.pointer_type(tl.int32)) + index, bits, mask=index < size, sem="relaxed")
+
+
+@kernel
+def largest_kernel(
+    matrix,  # (R, C)
+    stride: "i64",
+    rows: "i32",
+    columns: "i32",
+    row_factors,  # (R',) float32, for the columns' largest; or None
+    column_factors,  # (C',) float32, for the rows' largest; or None
+    of_rows,  # (R',) float32 zeros, or None
+    of_columns,  # (C',) float32 zeros, or None
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Find the largest absolute value of each row times the columns' factors, and of each column times the rows'."""
+    r, c, x = _tile(matrix, stride, rows, columns, ALIGNED, ROWS, COLUMNS)
+    if of_rows is not None:
+        _put_largest(of_rows, r, rows, _times(x, None, column_factors, r, c, rows, columns), 1)
+    if of_columns is not None:
+        _put_largest(of_columns, c, columns, _times(x, row_factors, None, r, c, rows, columns), 0)
+
+
+@kernel
+def codes_kernel(
+    matrix,  # (R, C)
+    stride: "i64",
+    rows: "i32",
+    columns: "i32",
+    codes,  # (R', C') in 8 bits, or None
+    row_inverses,  # (R',) float32: 1 / the scales of the codes
+    column_factors,  # (C',) float32, of the codes; or None
+    transposed,  # (C', R') in 8 bits, or None
+    column_inverses,  # (C',) float32: 1 / the scales of the transposed codes; or None
+    row_factors,  # (R',) float32, of the transposed codes
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize a tile in both layouts."""
+    r, c, x = _tile(matrix, stride, rows, columns, ALIGNED, ROWS, COLUMNS)
+    height, width = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
+    inside = (r < height)[:, None] & (c < width)[None, :]
+    if codes is not None:
+        scaled = _times(x, row_inverses, column_factors, r, c, rows, columns)
+        places = codes + r.to(tl.int64)[:, None] * width + c[None, :]
+        tl.store(tl.multiple_of(places, (1, 16)), scaled.to(codes.dtype.element_ty), mask=inside)
+    if transposed is not None:
+        scaled = _times(_times(x, row_factors, None, r, c, rows, columns), None, column_inverses, r, c, rows, columns)
+        places = transposed + c.to(tl.int64)[:, None] * height + r[None, :]
+        turned = tl.trans(scaled.to(transposed.dtype.element_ty))
+        tl.store(tl.multiple_of(places, (1, 16)), turned, mask=tl.trans(inside))
+
+
+@kernel
+def hidden_kernel(
+    product,  # (R, D), rows `product_row` apart
+    product_row: "i64",
+    weight,  # (C, D) and its strides
+    weight_row: "i64",
+    weight_column: "i64",
+    ids,  # (N,) integers
+    of_targets,  # (R,) float32, the gradients of the targets' logits; or None
+    order,  # (R,) int64: the rows of the call; or None for those from `start` on
+    start: "i64",
+    out,  # (N, D), contiguous
+    classes: "i64",  # C
+    size: "i32",  # D
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of one hidden state: its row of the product plus g W_y."""
+    here = tl.program_id(0).to(tl.int64)
+    row = start + here
+    if order is not None:
+        row = tl.load(order + here)
+    for first in range(0, size, BLOCK):
+        d = first + tl.arange(0, BLOCK)
+        sums = tl.load(product + here * product_row + d, mask=d < size, other=0.0).to(tl.float32)
+        if of_targets is not None:
+            y, g = tl.load(ids + row).to(tl.int64), tl.load(of_targets + here)
+            own_size = tl.where((y >= 0) & (y < classes) & (g != 0), size, 0)
+            w = tl.load(weight + y * weight_row + d * weight_column, mask=d < own_size, other=0.0)
+            sums += g * w.to(tl.float32)
+        tl.store(out + row * size + d, sums.to(out.dtype.element_ty), mask=d < size)
+
+
+@kernel
+def classes_kernel(
+    total,  # (C, D), contiguous
+    hidden,  # (N, D)
+    hidden_row: "i64",
+    of_targets,  # (N,) float32
+    ordered,  # (N,) integers: the targets, ascending
+    order,  # (N,) int64: their rows
+    count: "i64",  # N
+    classes: "i64",  # C
+    size: "i32",  # D
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add g h of all rows of one target to a part of its row of `total`. One program per part and first row."""
+    parts = tl.cdiv(size, BLOCK)
+    at = (tl.program_id(0) // parts).to(tl.int64)
+    d = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(ordered + at).to(tl.int64)
+    before = tl.load(ordered + at - 1, mask=at > 0, other=-1).to(tl.int64)
+    if (y != before) & (y >= 0) & (y < classes):
+        sums = tl.zeros([BLOCK], tl.float32)
+        if ALIGNED:
+            size = size // 16 * 16
+        while at < count:
+            index = at + tl.arange(0, ROWS)
+            alike = tl.load(ordered + index, mask=index < count, other=-1).to(tl.int64) == y
+            row = tl.load(order + index, mask=alike, other=0)
+            g = tl.load(of_targets + row, mask=alike, other=0.0)
+            places = hidden + row[:, None] * hidden_row + d[None, :]
+            if ALIGNED:
+                places = tl.multiple_of(places, (1, 16))
+            h = tl.load(places, mask=(g != 0)[:, None] & (d < size)[None, :], other=0.0)
+            sums += tl.sum(g[:, None] * h.to(tl.float32), 0)
+            at = tl.where(tl.sum(alike.to(tl.int32), 0) == ROWS, at + ROWS, count)
+        place = total + y * size + d
+        sums += tl.load(place, mask=d < size, other=0.0).to(tl.float32)
+        tl.store(place, sums.to(total.dtype.element_ty), mask=d < size)
