@@ -122,10 +122,10 @@ def selected(name: str, call: Call, array: Any, depth: int = 2) -> Backend:
     title = f"backend {name!r}{origin}"
     if refusals:
         raise BackendError(f"{title} cannot serve this call: {refusals[0].removeprefix(f'{name}: ')}")
-    served = [takes for one, takes in TABLE if one == name]
+    served = [takes for candidate, takes in TABLE if candidate == name]
     if not served:
         raise BackendError(f"unknown {title}: it must be 'auto' or one of {_names()}")
-    others = " or ".join(repr(one) for one, takes in TABLE if takes == framework)
+    others = " or ".join(repr(candidate) for candidate, takes in TABLE if takes == framework)
     raise BackendError(
         f"{title} takes {' and '.join(served)} arrays and got {framework} arrays: use backend {others}, or 'auto'"
     )

@@ -38,7 +38,7 @@ def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
         if cut is not None:
             return cut(function.call, *map(named.pop, sources), named)
     defaults = zip(function.names, function.defaults, strict=True)
-    call = function.describe(named, [one for one, default in defaults if named[one] is not default])
+    call = function.describe(named, [name for name, default in defaults if named[name] is not default])
     backend = selected(named["backend"], call, arguments[0])
     if isinstance(call.target, Largest):
         return TopKTeacher(*backend.top_k(call))
@@ -47,16 +47,16 @@ def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
 
 def _returned(options: Options, loss: Any, stats: Stats) -> Any:
     """Return the results of a function in the form that it returns."""
-    asked = options.stats
+    requested = options.stats
     if not options.accuracy_of_rows:
-        return (loss, stats) if asked else loss
+        return (loss, stats) if requested else loss
     log_probs = 0 - loss
-    if not asked:
+    if not requested:
         return log_probs
     results = [log_probs]
-    if "entropy" in asked:
+    if "entropy" in requested:
         results.append(stats.entropy)
-    others = {name: getattr(stats, name) for name in asked if name != "entropy"}
+    others = {name: getattr(stats, name) for name in requested if name != "entropy"}
     if others:
         results.append(Stats(**others))
     return tuple(results)

@@ -101,24 +101,24 @@ class Harness(Generic[Array]):
         normalizer: Any = None,
     ) -> Array:
         """Compute the loss from (..., V) logits, as careful training scripts do."""
-        x, y, given = self._activated(logits, softcap, logit_scale), cast(Any, target), cast(Any, weight)
+        x, y, class_weight = self._activated(logits, softcap, logit_scale), cast(Any, target), cast(Any, weight)
         shape = x.shape[:-1]
         x = x.reshape(math.prod(shape), x.shape[-1])
         ones = self.ops.ones_like(x[:, 0])
-        given = None if given is None else self.cast(given, x.dtype)
+        class_weight = None if class_weight is None else self.cast(class_weight, x.dtype)
         if self.is_float(y):
             y, ignored, row_weight = self.cast(y.reshape(x.shape), x.dtype), ones == 0, ones
         else:
             y = self.cast(y.reshape(-1), self.ops.int64)
             ignored = y == ignore_index
             y = self.ops.where(ignored, 0, y)
-            row_weight = ones if given is None else given[y]
-        rows = self.row_losses(x, y, given, ignored, label_smoothing)
+            row_weight = ones if class_weight is None else class_weight[y]
+        rows = self.row_losses(x, y, class_weight, ignored, label_smoothing)
         rows = rows + z_loss * self.ops.square(self.log_softmax(x)[0])
         a = ones if sample_weight is None else self.cast(cast(Any, sample_weight).reshape(-1), x.dtype)
         a = self.ops.where(ignored, 0, a)
-        found = self._reduced(rows, a, a * row_weight, reduction, normalizer)
-        return cast(Array, found.reshape(shape) if reduction == "none" else found)
+        loss = self._reduced(rows, a, a * row_weight, reduction, normalizer)
+        return cast(Array, loss.reshape(shape) if reduction == "none" else loss)
 
     def unfused_divergence(
         self,
@@ -222,6 +222,6 @@ class Harness(Generic[Array]):
         if kind == "tv":
             apart = ops.where(known, ops.exp(log_p_k), 0) - q
             return (ops.abs(apart).sum(-1) + ops.abs(p_left - (mass if tail == "bucket" else 0))) / 2
-        some = (mass > 0) & (p_left > 0)
-        rest = ops.log(ops.clip(mass, 1e-30, None)) - ops.log(ops.where(some, p_left, 1))
-        return rows + ops.where(some, mass * rest, 0)
+        has_rest = (mass > 0) & (p_left > 0)
+        rest = ops.log(ops.clip(mass, 1e-30, None)) - ops.log(ops.where(has_rest, p_left, 1))
+        return rows + ops.where(has_rest, mass * rest, 0)

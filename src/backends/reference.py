@@ -54,7 +54,7 @@ class Reference:
     def run(self, call: Call) -> tuple[Any, Stats]:
         """Return loss and statistics as float64."""
         if call.options.heads is not None:
-            return _combined(call, [self.run(one) for one in _apart(call)])
+            return _combined(call, [self.run(head_call) for head_call in _apart(call)])
         rows = _Rows(call)
         return rows.reduced(rows.loss), rows.stats()
 
@@ -91,27 +91,27 @@ def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array
     if options.heads is not None:
         upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
         parts = [
-            gradients(one, upstream_of_head, **{name: given[head] for name, given in others.items()})
-            for head, (one, upstream_of_head) in enumerate(zip(_apart(call), upstreams, strict=True))
+            gradients(head_call, upstream_of_head, **{name: per_head[head] for name, per_head in others.items()})
+            for head, (head_call, upstream_of_head) in enumerate(zip(_apart(call), upstreams, strict=True))
         ]
         stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
-        return {name: values if name == "input" else values.sum(0) for name, values in stacked.items()}
+        return {name: stack if name == "input" else stack.sum(0) for name, stack in stacked.items()}
     rows = _Rows(call)
     grad = rows.gradient(upstream, others)
     if isinstance(source, Given):
-        found = {"logits": grad}
+        grads = {"logits": grad}
     else:
         hidden, weight = _float64(source.input), _float64(source.weight)
         # Rows without a gradient contribute nothing, even if their hidden states are NaN.
         flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
-        found = {"input": (grad @ weight).reshape(hidden.shape), "linear_weight": grad.T @ flat}
-        found["linear_bias"] = grad.sum(0)
+        grads = {"input": (grad @ weight).reshape(hidden.shape), "linear_weight": grad.T @ flat}
+        grads["linear_bias"] = grad.sum(0)
     if isinstance(target, Probabilities):
         # The last rows of a sequence, which have no target, have no gradient either.
-        found["target"] = np.roll(rows.target_gradient(upstream, others.get("nll")), options.shift, 0)
-    for name in found.keys() & {"logits", "target"}:
-        found[name] = np.moveaxis(found[name].reshape(*rows.shape, rows.p.shape[-1]), -1, _axis(source))
-    return found
+        grads["target"] = np.roll(rows.target_gradient(upstream, others.get("nll")), options.shift, 0)
+    for name in grads.keys() & {"logits", "target"}:
+        grads[name] = np.moveaxis(grads[name].reshape(*rows.shape, rows.p.shape[-1]), -1, _axis(source))
+    return grads
 
 
 def _apart(call: Call) -> list[Call]:
@@ -140,17 +140,17 @@ def _combined(call: Call, parts: Sequence[tuple[Any, Stats]]) -> tuple[Any, Stat
     """Combine the losses and statistics of one call per head."""
     losses, stats = zip(*parts, strict=True)
     each_row, weights = call.options.reduction == "none", np.asarray(_factors(call.options))
-    found: dict[str, Any] = {}
+    combined: dict[str, Any] = {}
     for name in call.options.stats:
-        values = np.stack([getattr(one, name) for one in stats])
+        per_head = np.stack([getattr(of_head, name) for of_head in stats])
         if name in ROW_STATS or (name == "z_loss" and each_row):
-            found[name] = values
+            combined[name] = per_head
         elif name == "accuracy":
-            counts = np.stack([one.count for one in stats])
-            found[name] = values @ counts / max(counts.sum(), 1)
+            counts = np.stack([of_head.count for of_head in stats])
+            combined[name] = per_head @ counts / max(counts.sum(), 1)
         else:
-            found[name] = weights @ values if name == "z_loss" else values.sum()
-    return np.stack(losses) if each_row else weights @ np.stack(losses), Stats(**found)
+            combined[name] = weights @ per_head if name == "z_loss" else per_head.sum()
+    return np.stack(losses) if each_row else weights @ np.stack(losses), Stats(**combined)
 
 
 class _Rows:
@@ -167,16 +167,16 @@ class _Rows:
         assert not isinstance(target, Largest)
         self.shape, vocabulary = z.shape[:-1], z.shape[-1]
         count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
-        here = np.arange(length) + shift
+        positions = np.arange(length) + shift
 
-        def moved(values: Any) -> Array:
+        def moved(per_target: Any) -> Array:
             """Return the values (N, ...) of the rows, from those of the targets (..., T, ...); ones for None."""
-            values = np.ones(self.shape) if values is None else np.asarray(values)
+            per_target = np.ones(self.shape) if per_target is None else np.asarray(per_target)
             if shift:
-                values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(self.shape) - 1)
-            return np.asarray(values.reshape(count, *values.shape[len(self.shape) :]))
+                per_target = np.take(per_target, np.minimum(positions, max(length - 1, 0)), axis=len(self.shape) - 1)
+            return np.asarray(per_target.reshape(count, *per_target.shape[len(self.shape) :]))
 
-        self.ignored = np.broadcast_to(here >= length if shift else False, self.shape).reshape(count)
+        self.ignored = np.broadcast_to(positions >= length if shift else False, self.shape).reshape(count)
         self.class_weight = np.ones(vocabulary) if options.weight is None else _float64(options.weight)
         self.outside, weight, row_weight = None, _float64(moved(options.sample_weight)), np.ones(count)
         """(N, V): the mask of the classes that are not in each row's support, or None."""
@@ -224,20 +224,20 @@ class _Rows:
             self.derivative = total[:, None] * self.p - share
         self.loss = self._masked(self.a * loss + self.z_term, self.excluded)
 
-    def _inside(self, values: Array, other: float) -> Array:
+    def _inside(self, array: Array, other: float) -> Array:
         """Return values (N, V) with another one outside of the support."""
-        return values if self.outside is None else np.where(self.outside, other, values)
+        return array if self.outside is None else np.where(self.outside, other, array)
 
-    def _masked(self, values: Array, mask: Array) -> Array:
+    def _masked(self, array: Array, mask: Array) -> Array:
         """Return values (N, ...) with 0 in some rows."""
-        return np.where(mask if values.ndim == 1 else mask[:, None], 0.0, values)
+        return np.where(mask if array.ndim == 1 else mask[:, None], 0.0, array)
 
-    def reduced(self, values: Array) -> Any:
+    def reduced(self, per_row: Array) -> Any:
         """Reduce values (N,) by the reduction of the call; 0 where the divisor of a mean is 0."""
         if self.options.reduction == "none":
-            return values.reshape(self.shape)
+            return per_row.reshape(self.shape)
         divisor = self.divisor if self.options.reduction == "mean" else 1
-        return values.sum() / divisor if divisor != 0 else np.float64(0.0)
+        return per_row.sum() / divisor if divisor != 0 else np.float64(0.0)
 
     def _scale(self, upstream: Any) -> Array:
         """Return the factor (N,) of the derivative of each row's loss: row weight, divisor and upstream gradient."""
@@ -251,8 +251,8 @@ class _Rows:
         # The loss and the nll of a target outside its support have no gradient.
         beyond = np.isinf(expectation(self.q, self.surprise)) & (self.outside is not None)
         grad = self._masked(self._scale(upstream)[:, None] * self.derivative * self.slope, self.excluded | beyond)
-        for name, given in others.items():
-            each = _float64(given).reshape(-1)[:, None] * self._derivative(name) * self.slope
+        for name, upstream_of_stat in others.items():
+            each = _float64(upstream_of_stat).reshape(-1)[:, None] * self._derivative(name) * self.slope
             grad = grad + self._masked(each, self.ignored | (beyond & (name == "nll")))
         return np.where(self.options.reduction == "mean" and self.divisor == 0, 0.0, grad)
 
@@ -287,15 +287,15 @@ class _Rows:
             "log_sum_sq_probs": np.log((self.p**2).sum(-1)),
             "mean_logit": self._inside(self.x, 0.0).sum(-1) / np.maximum(classes, 1),
         }
-        values: dict[str, Any] = {
+        computed: dict[str, Any] = {
             name: self._masked(each, self.ignored).reshape(self.shape) for name, each in rows.items()
         }
         rank = (~(order <= of_target) & ~np.isnan(of_target)).sum(-1)
-        values["rank"] = np.where(self.ignored, -1, rank).reshape(self.shape)
-        values["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
-        values |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
-        values["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
-        return Stats(**{name: values[name] for name in self.options.stats})
+        computed["rank"] = np.where(self.ignored, -1, rank).reshape(self.shape)
+        computed["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
+        computed |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
+        computed["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
+        return Stats(**{name: computed[name] for name in self.options.stats})
 
 
 def _float64(array: Any) -> Array:

@@ -73,7 +73,7 @@ def common_framework(arrays: dict[str, Any]) -> str:
             owner, kind = framework_of(array), type(array)
             if owner is None:
                 modules = [base.__module__ for base in kind.__mro__ if name == "linear_weight"]
-                hints = (hint for start, hint in _HINTS.items() if any(one.startswith(start) for one in modules))
+                hints = (hint for start, hint in _HINTS.items() if any(module.startswith(start) for module in modules))
                 raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}{next(hints, '')}")
             if framework is None:
                 first, framework, device = name, owner, getattr(array, "device", None)

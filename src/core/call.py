@@ -308,8 +308,8 @@ def fields_of(record: tuple[Any, ...]) -> dict[str, Any]:
 def replaced(record: _Record, **fields: Any) -> _Record:
     """Return a NamedTuple with other values in some fields: `_replace`, which Dynamo of PyTorch 2.8 does not trace."""
     kind: Any = type(record)
-    made: _Record = kind(**dict(zip(kind._fields, record, strict=True)) | fields)
-    return made
+    changed: _Record = kind(**dict(zip(kind._fields, record, strict=True)) | fields)
+    return changed
 
 
 def vocabulary_of(source: Source) -> int:

@@ -69,7 +69,7 @@ _REAL = {"torch": (*FLOAT_DTYPES, *INTEGER_DTYPES), "mlx": FLOAT_DTYPES}
 
 def check_options(
     framework: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     arrays: bool = False,
     passed: Collection[str] | None = None,
     stats: tuple[str, ...] = STAT_NAMES,
@@ -80,12 +80,12 @@ def check_options(
     PyTorch tensor or MLX array, whose value is not read, and a temperature an array. `stats`: the statistics that the
     function returns.
     """
-    made: dict[str, Any] = {}
-    passed = given if passed is None else passed
+    checked: dict[str, Any] = {}
+    passed = arguments if passed is None else passed
     for name in passed:
-        value = given[name]
+        value = arguments[name]
         if name in RANGES:
-            made[name] = _number(framework, name, value, arrays)
+            checked[name] = _number(framework, name, value, arrays)
         elif name in _NAMES:
             if not isinstance(value, str) or value not in _NAMES[name]:
                 error = ValueError if isinstance(value, str) else TypeError
@@ -94,25 +94,25 @@ def check_options(
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {shown(value)}")
         elif name == "ignore_index":
-            made[name] = check_int(name, value)
-            if not -(2**63) <= made[name] < 2**63:
+            checked[name] = check_int(name, value)
+            if not -(2**63) <= checked[name] < 2**63:
                 raise ValueError(f"ignore_index must fit in 64 bits, got {value}")
         elif name == "workspace" and value is not None:
-            made[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
+            checked[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
         elif name == "shift":
-            made[name] = _shifts(value, "head_weight" in given)
+            checked[name] = _shifts(value, "head_weight" in arguments)
         elif name == "stats":
             _check_stats(value, stats)
-    reduction = given.get("reduction", "mean")
-    if "head_weight" in passed and given["head_weight"] is not None:
-        shift = made.get("shift", given["shift"])
-        made["head_weight"] = _head_weights(framework, given["head_weight"], shift, reduction)
-    if reduction != "mean" and made.get("normalizer") is not None:
+    reduction = arguments.get("reduction", "mean")
+    if "head_weight" in passed and arguments["head_weight"] is not None:
+        shift = checked.get("shift", arguments["shift"])
+        checked["head_weight"] = _head_weights(framework, arguments["head_weight"], shift, reduction)
+    if reduction != "mean" and checked.get("normalizer") is not None:
         raise ValueError(
             f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
             "by it, or divide the result, loss / normalizer"
         )
-    return made
+    return checked
 
 
 def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
@@ -214,7 +214,7 @@ def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:
         raise (ValueError if integers else TypeError)(
             f"shift must be an int >= 0, or a tuple with one such int for each head, got {shown(shift)}"
         )
-    return tuple(check_int("shift", one) for one in shift)
+    return tuple(check_int("shift", entry) for entry in shift)
 
 
 def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...], reduction: str) -> tuple[Any, ...]:
@@ -230,29 +230,29 @@ def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...]
             "head_weight would be ignored with reduction='none', which returns the rows of each head: leave it out, "
             "and multiply the rows by it"
         )
-    return tuple(_number(framework, f"head_weight[{head}]", one, False) for head, one in enumerate(head_weight))
+    return tuple(_number(framework, f"head_weight[{head}]", weight, False) for head, weight in enumerate(head_weight))
 
 
-def shards_of(framework: str, given: Any) -> Shards:
+def shards_of(framework: str, vocab_parallel: Any) -> Shards:
     """Return the validated description of shards."""
     if framework != "torch":
         raise TypeError(
             "vocab_parallel needs PyTorch tensors, which torch.distributed moves between processes, and got "
             f"{framework} arrays: pass the whole logits or classifier and no vocab_parallel, or torch tensors"
         )
-    if isinstance(given, Shards):
-        return given
-    shards = given if isinstance(given, VocabParallel) else VocabParallel(given)
-    found: dict[str, Any] = {}
+    if isinstance(vocab_parallel, Shards):
+        return vocab_parallel
+    shards = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(vocab_parallel)
+    ranges: dict[str, Any] = {}
     for name, least in (("first", 0), ("size", 1)):
         value = getattr(shards, name)
         if value is not None:
             value = check_int(f"vocab_parallel.{name}", value, "an int or None,")
             if not least <= value < 2**31:
                 raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
-        found[name] = value
+        ranges[name] = value
     check_options(framework, {_FLAGS[-1]: shards.sequence_parallel})
-    return Shards(shards.group, **found, axis=-2 if shards.sequence_parallel else None)
+    return Shards(shards.group, **ranges, axis=-2 if shards.sequence_parallel else None)
 
 
 def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> None:
@@ -272,8 +272,8 @@ def check_temperature(temperature: Any, ids: Any, ignore_index: int, shift: int)
     """
     place = _first(~(temperature > 0) & (ids != ignore_index), shift)
     if place is not None:
-        found = np.broadcast_to(temperature, ids.shape)[tuple(place)]
-        raise ValueError(f"temperature must be > 0 in every row, got {found} at {place or 'its row'}")
+        invalid = np.broadcast_to(temperature, ids.shape)[tuple(place)]
+        raise ValueError(f"temperature must be > 0 in every row, got {invalid} at {place or 'its row'}")
 
 
 def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
@@ -288,9 +288,9 @@ def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
     place = _first((classes < 0) | (classes >= vocabulary), 0)
     if place is not None:
         raise IndexError(f"support.ids{place} is {classes[place[0]]}; classes are 0 to {vocabulary - 1}")
-    found, times = np.unique(np.repeat(np.arange(len(sizes)), sizes) * vocabulary + classes, return_counts=True)
-    if (times > 1).any():
-        row, again = divmod(int(found[times > 1][0]), vocabulary)
+    entries, counts = np.unique(np.repeat(np.arange(len(sizes)), sizes) * vocabulary + classes, return_counts=True)
+    if (counts > 1).any():
+        row, again = divmod(int(entries[counts > 1][0]), vocabulary)
         raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
 
 
@@ -321,8 +321,8 @@ def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, voca
         return
     row, name = tuple(place), f"of row {place}"
     if outside[row].any():
-        found = ids[row][outside[row]][0]
-        raise IndexError(f"teacher.ids {name} holds {found}; classes are 0 to {vocabulary - 1}")
+        invalid = ids[row][outside[row]][0]
+        raise IndexError(f"teacher.ids {name} holds {invalid}; classes are 0 to {vocabulary - 1}")
     if repeated[row]:
         raise ValueError(f"teacher.ids {name} holds a class more than once")
     if heavy[row]:

@@ -91,16 +91,16 @@ class Case:
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of the call other than arrays and options."""
         of_rows = self.function.endswith("log_probs")
-        found: dict[str, Any] = {"entropy": self.entropy} if of_rows else {"reduction": self.reduction}
+        keywords: dict[str, Any] = {"entropy": self.entropy} if of_rows else {"reduction": self.reduction}
         if self.is_linear:
-            found |= {"shift": self.shift, "workspace": self.workspace}
-        return found | {"stats": self.stats}
+            keywords |= {"shift": self.shift, "workspace": self.workspace}
+        return keywords | {"stats": self.stats}
 
     def found_in(self, returned: Any) -> dict[str, Any]:
         """Return the values of `results` by name, from the return value of the call."""
         parts = returned if isinstance(returned, tuple) else (returned,)
-        found = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))
-        return found | {name: getattr(parts[-1], name) for name in self.stats}
+        results = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))
+        return results | {name: getattr(parts[-1], name) for name in self.stats}
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         target = _draw_teacher(case, logits, options.get("temperature", 1.0), rng)
     first, *rest = case.results
     others = {name: np.asarray(rng.normal(0, 1, rows)) for name in rest}
-    others = {name: values for name, values in others.items() if name not in case.missing}
+    others = {name: gradient for name, gradient in others.items() if name not in case.missing}
     return Inputs(differentiable, target, options, None if first in case.missing else upstream, others)
 
 
@@ -164,10 +164,10 @@ def _sources(case: Case, rng: np.random.Generator) -> tuple[dict[str, Any], Any]
         return {"logits": logits}, logits
     hidden = rng.normal(0, 1, (*case.rows, case.hidden))
     weight = rng.normal(0, 2 / case.hidden**0.5, (case.vocabulary, case.hidden))
-    found = {"input": hidden, "linear_weight": weight}
+    arrays = {"input": hidden, "linear_weight": weight}
     if case.bias:
-        found["linear_bias"] = rng.normal(0, 1, case.vocabulary) + case.offset
-    return found, hidden @ weight.T + found.get("linear_bias", 0) if case.is_divergence else None
+        arrays["linear_bias"] = rng.normal(0, 1, case.vocabulary) + case.offset
+    return arrays, hidden @ weight.T + arrays.get("linear_bias", 0) if case.is_divergence else None
 
 
 def _draw_teacher(case: Case, logits: Any, temperature: float, rng: np.random.Generator) -> Any:
@@ -224,7 +224,9 @@ def mapped(function: Any, value: Any) -> Any:
     if isinstance(value, dict):
         return {name: mapped(function, part) for name, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: mapped(function, getattr(value, one.name)) for one in fields(value)})
+        return replace(
+            value, **{attribute.name: mapped(function, getattr(value, attribute.name)) for attribute in fields(value)}
+        )
     return function(value) if hasattr(value, "shape") and not np.isscalar(value) else value
 
 
