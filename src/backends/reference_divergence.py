@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 
 def expectation(weights: Array, quantity: Array) -> Array:
-    """Sum weights * values over classes; a weight of 0 contributes 0, even if the value is infinite or NaN."""
+    """Sum weights * quantity over classes; a weight of 0 contributes 0, even if the quantity is infinite or NaN."""
     return np.asarray(np.where(weights == 0, 0.0, weights * quantity).sum(-1))
 
 
@@ -35,7 +35,7 @@ def between(log_p: Array, log_q: Array, kind: str, beta: float) -> tuple[Array, 
 
 
 def _centred(p: Array, quantity: Array) -> Array:
-    """Return p_c (values_c - sum_k p_k values_k), 0 where p_c is 0."""
+    """Return p_c (quantity_c - sum_k p_k quantity_k), 0 where p_c is 0."""
     return np.where(p == 0, 0.0, p * (quantity - expectation(p, quantity)[..., None]))
 
 

@@ -53,8 +53,8 @@ class MetalBackend(MlxBackend):
 
         if mx.metal.is_available():
             return None
-        here = f"{platform.system()} on {platform.machine()}"
-        return f"its kernels are for Apple GPUs, and MLX finds no Metal here ({here}); use backend 'mlx'"
+        machine = f"{platform.system()} on {platform.machine()}"
+        return f"its kernels are for Apple GPUs, and MLX finds no Metal here ({machine}); use backend 'mlx'"
 
     def devices(self) -> tuple[str, ...]:
         """Return the device type of Apple GPUs."""
@@ -81,8 +81,8 @@ class MetalBackend(MlxBackend):
         from xent.backends.metal import sources
         from xent.backends.mlx.harness import MlxHarness
 
-        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or self.devices()[0]))
-        return made
+        harness: Harness[mx.array] = sources.checked_by(MlxHarness(device or self.devices()[0]))
+        return harness
 
 
 BACKEND = MetalBackend()

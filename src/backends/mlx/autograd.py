@@ -62,8 +62,8 @@ def guarded(tree: _Tree) -> _Tree:
         return array
 
     _mapped(tree, keep)
-    made = iter(_as_list(_guard()(*arrays)))
-    return cast(_Tree, _mapped(tree, lambda _: mx.stop_gradient(next(made))))
+    copies = iter(_as_list(_guard()(*arrays)))
+    return cast(_Tree, _mapped(tree, lambda _: mx.stop_gradient(next(copies))))
 
 
 @cache
@@ -74,12 +74,12 @@ def _guard() -> Any:
 
 def _custom(function: Callable[..., Any], vjp: Any = None, jvp: Any = None) -> Any:
     """Return a function for MLX to transform with `vjp` alone, unless `jvp` raises another error."""
-    made: Any = mx.custom_function(function)
+    custom: Any = mx.custom_function(function)
     if vjp is not None:
-        made.vjp(vjp)
-    made.jvp(jvp or _refuse(NotImplementedError, _NO_FORWARD))
-    made.vmap(_refuse(NotImplementedError, _NO_VMAP))
-    return made
+        custom.vjp(vjp)
+    custom.jvp(jvp or _refuse(NotImplementedError, _NO_FORWARD))
+    custom.vmap(_refuse(NotImplementedError, _NO_VMAP))
+    return custom
 
 
 def _mapped(tree: Any, change: Callable[[mx.array], mx.array]) -> Any:
@@ -104,13 +104,13 @@ def with_gradients(
     """
 
     def vjp(primals: Any, upstream: Any, _: Any) -> Any:
-        arrays, given = _as_list(primals), _as_list(upstream)
-        known = [_is_everywhere(one, name == "loss") for name, one in zip(outputs, given, strict=True)]
-        constant = [None if skips else guarded(one) for skips, one in zip(known, given, strict=True)]
-        return _first_order(gradients(dict(zip(outputs, constant, strict=True))), [*given, *arrays])
+        arrays, upstreams = _as_list(primals), _as_list(upstream)
+        known = [_is_everywhere(grad, name == "loss") for name, grad in zip(outputs, upstreams, strict=True)]
+        constant = [None if skips else guarded(grad) for skips, grad in zip(known, upstreams, strict=True)]
+        return _first_order(gradients(dict(zip(outputs, constant, strict=True))), [*upstreams, *arrays])
 
-    made = _custom(lambda *_: list(outputs.values()), vjp)(*inputs)
-    return dict(zip(outputs, _as_list(made), strict=True))
+    results = _custom(lambda *_: list(outputs.values()), vjp)(*inputs)
+    return dict(zip(outputs, _as_list(results), strict=True))
 
 
 def _as_list(arrays: Any) -> list[mx.array]:
@@ -136,11 +136,11 @@ def _multiply_as(dtype: mx.Dtype, device: str) -> _Multiply:
     return multiply if device == "cpu" else cast(_Multiply, mx.compile(multiply, shapeless=True))
 
 
-def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
+def _first_order(gradients: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
     """Return the gradients; differentiating them with respect to any of `sources` raises."""
     refuse = _refuse(RuntimeError, _NO_SECOND)
     # One function per gradient, so that MLX does not evaluate all gradients if only one is needed.
-    guarded = [_custom(lambda *_, grad=grad: grad, refuse, refuse)(*sources) for grad in made]
+    guarded = [_custom(lambda *_, grad=grad: grad, refuse, refuse)(*sources) for grad in gradients]
     return tuple(guarded) if len(guarded) > 1 else guarded[0]
 
 

@@ -47,12 +47,12 @@ class MlxHarness(Harness[mx.array]):
             results = function(*arrays)
             if not isinstance(results, tuple):
                 return (results if upstream is None else results * upstream).sum(), results
-            given = zip(results, upstream, strict=True)
-            return sum((result * grad).sum() for result, grad in given if grad is not None), results
+            pairs = zip(results, upstream, strict=True)
+            return sum((result * grad).sum() for result, grad in pairs if grad is not None), results
 
         with mx.stream(getattr(mx, self.device)):
-            (_, results), made = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
-            gradients = [made] if isinstance(made, mx.array) else list(made)  # for one input MLX returns no tuple
+            (_, results), grads = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
+            gradients = [grads] if isinstance(grads, mx.array) else list(grads)  # for one input MLX returns no tuple
             mx.eval(results, gradients)
         return results, gradients
 

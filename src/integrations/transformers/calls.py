@@ -40,7 +40,7 @@ from xent.integrations.trl import row_entropy
 
 __all__ = ["causal_lm_loss", "factors", "smooth_from_hidden_states"]
 
-_Made = tuple[Recipe, Tensor] | None
+_Recorded = tuple[Recipe, Tensor] | None
 
 
 def _functions(names: str) -> list[Any]:
@@ -51,7 +51,7 @@ def _functions(names: str) -> list[Any]:
 _DIVIDES = tuple(_functions("div true_divide __truediv__"))  # Dynamo of PyTorch 2.8 does not look into a frozenset
 
 
-def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
+def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Recorded:
     """Record a multiplication or division by a number. After tanh it must stay a softcap, which is positive."""
     if type(factor) not in (int, float) or not math.isfinite(factor) or factor == 0:
         return None
@@ -63,14 +63,14 @@ def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
     return recipe, function(like, factor)
 
 
-def _tanh(recipe: Recipe, like: Tensor, function: Any) -> _Made:
+def _tanh(recipe: Recipe, like: Tensor, function: Any) -> _Recorded:
     """Record a tanh, which is part of a softcap."""
     if recipe.softcap is not None:
         return None
     return recipe.then("tanh", softcap=1.0), function(like)
 
 
-def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
+def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Recorded:
     """Record the sum of two heads (LoRA), or of logits and one constant per class (final_logits_bias)."""
     changed = recipe.scale != 1 or recipe.softcap is not None or recipe.is_moved or recipe.caller is not None
     if not isinstance(other, Tensor) or changed or recipe.in_shards:
@@ -101,20 +101,21 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
     return recipe, function(like, term)
 
 
-def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
+def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Recorded:
     """Record a move to another device, or a conversion to a dtype that is at least as wide as that of the product.
 
     PEFT's adapters may be float32 where the head is bfloat16: their sum is then converted back.
     """
-    made, narrowest = function(recipe.empty(), *args, **kwargs), recipe.autocast or recipe.hidden[0].dtype
-    if torch.promote_types(made.dtype, narrowest) != made.dtype:
+    converted, narrowest = function(recipe.empty(), *args, **kwargs), recipe.autocast or recipe.hidden[0].dtype
+    dtype, device = converted.dtype, converted.device
+    if torch.promote_types(dtype, narrowest) != dtype:
         return None
-    if (made.dtype, made.device) == (recipe.dtype, recipe.device):
+    if (dtype, device) == (recipe.dtype, recipe.device):
         return recipe, like
-    return recipe.then(f"converted to {made.dtype} on {made.device}", device=made.device), like.to(made.dtype)
+    return recipe.then(f"converted to {dtype} on {device}", device=device), like.to(dtype)
 
 
-def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
+def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Recorded:
     """Record a copy, or a reshape of the leading axes."""
     shaped = function(like, *args, **kwargs)
     if shaped is like:  # `contiguous` of contiguous logits
@@ -124,7 +125,7 @@ def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: 
     return recipe.on_rows(lambda hidden: hidden.reshape(*shaped.shape[:-1], hidden.shape[-1])), shaped
 
 
-def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
+def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Recorded:
     """Record an index: slices of rows and of the first classes, or one boolean mask of rows."""
     if isinstance(index, Tensor):
         if index.dtype != torch.bool or index.ndim >= like.ndim:
@@ -144,7 +145,7 @@ def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
     return recipe.on_rows(lambda hidden: hidden[parts]), taken
 
 
-def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any) -> Any:
+def _record(step: Callable[..., _Recorded], function: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a step of the first of the arguments that are deferred logits."""
     place = next((place for place, each in enumerate(args) if is_open(each)), None)
     if place is None or (kwargs and step not in (_to, _reshape)) or (place > 0 and step is not _add):
@@ -153,10 +154,10 @@ def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any
         args = args[0], args[1].clone()  # the caller may change the mask before the logits are read
     recipe = args[place]._recipe
     like = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device="meta")
-    made = step(recipe, like, function, *args[:place], *args[place + 1 :], **kwargs)
-    if made is None:
+    recorded = step(recipe, like, function, *args[:place], *args[place + 1 :], **kwargs)
+    if recorded is None:
         return NotImplemented
-    return args[place] if made[0] is recipe else derive(made[0], (function, args, kwargs), made[1])
+    return args[place] if recorded[0] is recipe else derive(recorded[0], (function, args, kwargs), recorded[1])
 
 
 def _detach(function: Any, logits: Any) -> Any:
@@ -351,7 +352,7 @@ def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
     return smoothed
 
 
-_STEPS: dict[str, Callable[..., _Made]] = {
+_STEPS: dict[str, Callable[..., _Recorded]] = {
     "tanh": _tanh,
     "add __add__ __radd__": _add,
     "mul multiply __mul__ __rmul__ div true_divide __truediv__": _scale,

@@ -72,7 +72,7 @@ class _Origin:
 
     name: str
     source: Tensor
-    kept: Any
+    retained: Any
     """The tensor, or this process's shard of it. None if FSDP frees what it gathers for the head's call."""
     head: nn.Module | None
     """The head whose optimizer steps count."""
@@ -88,9 +88,9 @@ def origin(name: str, tensor: Tensor, head: nn.Module | None = None, gathered: b
     """Return the present state of a tensor: "hidden states" or "weights"."""
     head = None if torch.compiler.is_compiling() else head
     shard = local(tensor)
-    kept = None if gathered and shard is tensor else shard
+    retained = None if gathered and shard is tensor else shard
     sample = None if name == "hidden states" else _sample(shard).clone()
-    return _Origin(name, tensor, kept, head, gathered, _state(kept, head, gathered), sample)
+    return _Origin(name, tensor, retained, head, gathered, _state(retained, head, gathered), sample)
 
 
 def _state(tensor: Any, head: nn.Module | None, gathered: bool) -> dict[str, Any]:
@@ -108,21 +108,21 @@ def check_unchanged(origins: Iterable[_Origin], looked_at: bool = True) -> None:
 
     Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
     """
-    for one in origins if not torch.compiler.is_compiling() else ():
-        now = _state(one.kept, one.head, one.gathered)
-        happened = next((words for words, value in one.state.items() if now[words] != value), None)
+    for record in origins if not torch.compiler.is_compiling() else ():
+        now = _state(record.retained, record.head, record.gathered)
+        happened = next((words for words, value in record.state.items() if now[words] != value), None)
         if happened is not None:
-            raise _changed(one.name, happened)
-        if looked_at and one.kept is not None:
-            _compare(one, one.kept)
+            raise _changed(record.name, happened)
+        if looked_at and record.retained is not None:
+            _compare(record, record.retained)
 
 
-def _compare(one: _Origin, tensor: Tensor) -> None:
+def _compare(record: _Origin, tensor: Tensor) -> None:
     """Raise RuntimeError if the elements of a weight are not those at the head's call; do not look in CUDA graphs."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    if one.sample is not None and not torch.allclose(_sample(tensor), one.sample, 0, 0, equal_nan=True):
-        raise _changed(one.name, "written to through parameter.data (by hand, or by merging an adapter)")
+    if record.sample is not None and not torch.allclose(_sample(tensor), record.sample, 0, 0, equal_nan=True):
+        raise _changed(record.name, "written to through parameter.data (by hand, or by merging an adapter)")
 
 
 def _changed(name: str, happened: str) -> RuntimeError:
@@ -176,7 +176,7 @@ class Recipe:
     """The dtype of matrix products under autocast, or None."""
     caller: Any = None
     """(hidden states, task=) -> task(hidden states, weight, bias) in a call of the head, which gathers its weight."""
-    made: tuple[Any, ...] | None = None
+    recorded: tuple[Any, ...] | None = None
     """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
     is_view: bool = False
     """Whether they are a view of the logits in that call."""
@@ -221,11 +221,11 @@ class Recipe:
         """Return the recipe with `change` applied to the hidden states, to reshape or select rows."""
         return replace(self, hidden=tuple([change(each) for each in self.hidden]))
 
-    def hooked(self, made: Tensor) -> Tensor:
+    def hooked(self, output: Tensor) -> Tensor:
         """Return the logits or the loss with the hooks."""
-        for hook in self.hooks if made.requires_grad else ():
-            made.register_hook(hook)
-        return made
+        for hook in self.hooks if output.requires_grad else ():
+            output.register_hook(hook)
+        return output
 
 
 def run(recipe: Recipe, task: Callable[..., Tensor]) -> Any:
@@ -280,9 +280,9 @@ class DeferredLogits(Tensor):
             # torch.compile inspects an argument of a compiled function, and needs the deferred tensor itself
             return unhandled(func, *args, **kwargs)
         if func in KNOWN:
-            made = KNOWN[func](func, *args, **kwargs)
-            if made is not NotImplemented:
-                return made
+            result = KNOWN[func](func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: real(logits, func), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -319,10 +319,10 @@ class _LogitsInShards(_DispatchedLogits):
 
     def redistribute(self, device_mesh: Any = None, placements: Any = (), **kwargs: Any) -> Any:
         """Record a gather of the shards, or nothing if the placement stays the same."""
-        wanted, (placement,) = placements[0], self.placements
-        if wanted == placement or (wanted.is_shard(-1) and placement.is_shard()):
+        requested, (placement,) = placements[0], self.placements
+        if requested == placement or (requested.is_shard(-1) and placement.is_shard()):
             return self
-        return self._call(wanted.is_replicate(), "redistribute", wanted, device_mesh, placements, **kwargs)
+        return self._call(requested.is_replicate(), "redistribute", requested, device_mesh, placements, **kwargs)
 
     def to_local(self, **kwargs: Any) -> Any:
         """Record the conversion of gathered logits to a plain tensor; for logits in shards compute them."""
@@ -334,8 +334,8 @@ class _LogitsInShards(_DispatchedLogits):
 
     def _call(self, known: bool, name: str, placement: Any, *args: Any, **kwargs: Any) -> Any:
         if known and is_open(self) and not kwargs.keys() - {"async_op"}:
-            made: Any = methodcaller(name, *args, **kwargs), (self,), {}
-            return derive(replace(self._recipe, placement=placement), made)
+            recorded: Any = methodcaller(name, *args, **kwargs), (self,), {}
+            return derive(replace(self._recipe, placement=placement), recorded)
         return getattr(real(self, getattr(self, name)), name)(*args, **kwargs)
 
 
@@ -352,18 +352,18 @@ def defer(recipe: Recipe) -> DeferredLogits:
     return logits
 
 
-def derive(recipe: Recipe, made: tuple[Any, ...], like: Tensor | None = None) -> DeferredLogits:
+def derive(recipe: Recipe, recorded: tuple[Any, ...], like: Tensor | None = None) -> DeferredLogits:
     """Return the deferred logits of a recorded call, with the shape, strides and dtype of `like`."""
     if like is not None:
         recipe = replace(recipe, size=tuple(like.shape), stride=like.stride(), dtype=like.dtype)
-    return defer(replace(recipe, made=made, is_view=like is not None and like._base is not None))
+    return defer(replace(recipe, recorded=recorded, is_view=like is not None and like._base is not None))
 
 
 def is_open(logits: Any) -> bool:
     """Whether these are deferred logits that were not computed, and to which no other autograd node is attached."""
     if not isinstance(logits, DeferredLogits) or logits._real is not None:
         return False
-    if logits._recipe.is_view and not is_open(logits._recipe.made[1][0]):  # type: ignore[index]
+    if logits._recipe.is_view and not is_open(logits._recipe.recorded[1][0]):  # type: ignore[index]
         return False
     return logits._recipe.tracked or not logits.requires_grad
 
@@ -391,7 +391,7 @@ def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) ->
     """Compute logits, or the view of logits that `read` returns. Raise RuntimeError if the weights have changed."""
     recipe = logits._recipe
     if recipe.is_view:
-        view, (base, *arguments), options = recipe.made  # type: ignore[misc]
+        view, (base, *arguments), options = recipe.recorded  # type: ignore[misc]
         return view(read(base, function), *arguments, **options)
     check_unchanged(recipe.origins)
     note(recipe.call, "computed", looks(function))
@@ -400,10 +400,10 @@ def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) ->
 
 def _compute(recipe: Recipe) -> Any:
     """Compute logits with the operations that the model called, in their order and dtypes."""
-    if recipe.made is None:
-        made: Any = run(recipe, partial(_product, recipe.origins))
-        return made.full_tensor() if recipe.in_shards and recipe.placement is None else made
-    function, args, kwargs = recipe.made
+    if recipe.recorded is None:
+        logits: Any = run(recipe, partial(_product, recipe.origins))
+        return logits.full_tensor() if recipe.in_shards and recipe.placement is None else logits
+    function, args, kwargs = recipe.recorded
     args = tuple([_compute(each._recipe) if isinstance(each, DeferredLogits) else each for each in args])
     return function(*args, **kwargs)
 
@@ -411,9 +411,9 @@ def _compute(recipe: Recipe) -> Any:
 def _product(origins: Any, hidden: Any, weights: Any, bias: Any) -> Tensor:
     """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
     (hidden,), (weight,) = hidden, weights
-    for one, gathered in zip(origins[1:], (weight, bias)):  # noqa: B905  # PyTorch 2.8 compiles strict=False as True
-        if one.kept is None:  # FSDP frees such weights after the head's call: `check_unchanged` cannot look at them
-            _compare(one, gathered)
+    for record, gathered in zip(origins[1:], (weight, bias)):  # noqa: B905  # PyTorch 2.8 compiles strict=False as True
+        if record.retained is None:  # freed by FSDP after the head's call: `check_unchanged` cannot look at it
+            _compare(record, gathered)
     if in_shards(weight):
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -446,8 +446,8 @@ class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, *tensors: Tensor) -> Any:
         ctx.recipe, ctx.tensors = recipe, tensors
-        made = _memory(recipe.empty(), recipe.size, recipe.dtype)
-        return made.as_subclass(_DispatchedLogits if recipe.placement is None else _LogitsInShards)
+        logits = _memory(recipe.empty(), recipe.size, recipe.dtype)
+        return logits.as_subclass(_DispatchedLogits if recipe.placement is None else _LogitsInShards)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

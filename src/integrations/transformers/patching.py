@@ -214,9 +214,9 @@ class _DeferringHead:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
         if hasattr(self._parameters.get("weight"), "ds_id") and not kwargs:
-            made = _deferred(self, args[0], self.weight, self.bias)
-            if made is not None:
-                return made
+            logits = _deferred(self, args[0], self.weight, self.bias)
+            if logits is not None:
+                return logits
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Any:
@@ -224,10 +224,10 @@ class _DeferringHead:
         weight, bias = self.weight, self.bias  # a parametrization computes them at each look
         if task is not None:
             return task(input, weight, bias)
-        made = None if hasattr(weight, "ds_id") else _deferred(self, input, weight, bias)
+        logits = None if hasattr(weight, "ds_id") else _deferred(self, input, weight, bias)
         plan = getattr(self, "xent_plan", None)  # a plan may still call this forward when the class was restored
-        if made is not None or plan is None:
-            return F.linear(input, weight, bias) if made is None else made
+        if logits is not None or plan is None:
+            return F.linear(input, weight, bias) if logits is None else logits
         history, self.xent_plan, self.xent_history = self.xent_history, None, None  # the plan may call this forward
         try:
             return plan(input)
@@ -245,10 +245,10 @@ class _DeferringTokens(_DeferringHead):
 
     def forward(self: Any, input: Tensor, *args: Any) -> Any:
         """Return deferred logits, or what the layer returns."""
-        active, made = self.active_adapters, None
+        active, logits = self.active_adapters, None
         if len(active) == 1 and not (self.disable_adapters or self.merged):
-            made = _deferred(self, input, self.get_merged_weights(active), None)
-        return super(_DeferringHead, self).forward(input) if made is None else made  # type: ignore[misc]
+            logits = _deferred(self, input, self.get_merged_weights(active), None)
+        return super(_DeferringHead, self).forward(input) if logits is None else logits  # type: ignore[misc]
 
 
 @functools.cache
@@ -418,16 +418,16 @@ def find_heads(owner: Any) -> list[nn.Module]:
     With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
     """
     head = owner.get_output_embeddings()
-    found: list[Any] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
-    if not found:
+    linears: list[Any] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
+    if not linears:
         causal = getattr(owner, "loss_type", None) == "ForCausalLM"
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be patched: get_output_embeddings() is "
             f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
             f"forward of its class; the model was left as it was. {_CAUSAL if causal else _ADVICE}"
         )
-    classes = max(module.out_features for module in found)
-    return [module for module in found if module.out_features == classes]
+    classes = max(module.out_features for module in linears)
+    return [module for module in linears if module.out_features == classes]
 
 
 def _is_linear(module: Any) -> bool:
