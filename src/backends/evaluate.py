@@ -9,7 +9,7 @@ from xent.backends import dtensors_of, rank_named, selected
 from xent.core.call import Largest, Options, framework_of
 from xent.core.describe import describe_top_k
 from xent.core.signature import FUNCTIONS, Function
-from xent.core.spec import Stats, TopKTeacher
+from xent.core.spec import Array, Stats, TopKTeacher
 
 __all__ = ["evaluate"]
 
@@ -45,7 +45,7 @@ def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
     return _returned(call.options, *backend.run(call))
 
 
-def _returned(options: Options, loss: Any, stats: Stats) -> Any:
+def _returned(options: Options, loss: Array, stats: Stats) -> Any:
     """Return the results of a function in the form that it returns."""
     requested = options.stats
     if not options.accuracy_of_rows:

@@ -4,10 +4,11 @@ It is written to be compared with the formulas, not to be fast. As backend "nump
 no autograd). `gradients` returns the analytic gradients, which tests verify by finite differences.
 """
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from xent.backends.reference_divergence import Array, between, expectation, from_top_k
 from xent.core.call import (
@@ -23,11 +24,12 @@ from xent.core.call import (
     TopK,
     folded,
 )
-from xent.core.spec import ROW_STATS, BackendInfo, Stats
+from xent.core.spec import ROW_STATS, BackendInfo, Scalar, Stats
 from xent.core.validate import check_support, check_targets, check_temperature
 
 __all__ = ["BACKEND", "Reference", "gradients"]
 
+_Results = tuple[Array | np.float64, Stats]
 _quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")
 """Rows without a loss may hold any numbers."""
 
@@ -51,7 +53,7 @@ class Reference:
         return None
 
     @_quiet
-    def run(self, call: Call) -> tuple[Any, Stats]:
+    def run(self, call: Call) -> _Results:
         """Return loss and statistics as float64."""
         if call.options.heads is not None:
             return _combined(call, [self.run(head_call) for head_call in _apart(call)])
@@ -59,7 +61,7 @@ class Reference:
         return rows.reduced(rows.loss), rows.stats()
 
     @_quiet
-    def top_k(self, call: Call) -> tuple[Any, Any]:
+    def top_k(self, call: Call) -> tuple[Array, Array]:
         """Return ids and float64 log-probabilities (..., K), most probable first."""
         call, z = folded(call), _raw(call.source)
         assert isinstance(call.target, Largest)
@@ -81,7 +83,7 @@ BACKEND = Reference()
 
 
 @_quiet
-def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array]:
+def gradients(call: Call, upstream: ArrayLike = 1.0, **others: Array) -> dict[str, Array]:
     """Return the gradients by argument: "logits", or "input", "linear_weight" and "linear_bias" (given or not).
 
     Class probabilities have one as "target". `upstream` is the upstream gradient of the loss; `others` are those of
@@ -89,7 +91,7 @@ def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array
     """
     source, target, options = call.source, call.target, call.options
     if options.heads is not None:
-        upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
+        upstreams = np.asarray(upstream) * (1 if options.reduction == "none" else np.asarray(_factors(options)))
         parts = [
             gradients(head_call, upstream_of_head, **{name: per_head[head] for name, per_head in others.items()})
             for head, (head_call, upstream_of_head) in enumerate(zip(_apart(call), upstreams, strict=True))
@@ -131,16 +133,16 @@ def _apart(call: Call) -> list[Call]:
     ]
 
 
-def _factors(options: Options) -> Sequence[Any]:
+def _factors(options: Options) -> Sequence[Scalar]:
     """Return the factor of each head's reduced loss, of which the loss is the sum."""
     return options.head_weight or (1,) * (options.heads or 1)
 
 
-def _combined(call: Call, parts: Sequence[tuple[Any, Stats]]) -> tuple[Any, Stats]:
+def _combined(call: Call, parts: Sequence[_Results]) -> _Results:
     """Combine the losses and statistics of one call per head."""
     losses, stats = zip(*parts, strict=True)
     each_row, weights = call.options.reduction == "none", np.asarray(_factors(call.options))
-    combined: dict[str, Any] = {}
+    combined: dict[str, Array] = {}
     for name in call.options.stats:
         per_head = np.stack([getattr(of_head, name) for of_head in stats])
         if name in ROW_STATS or (name == "z_loss" and each_row):
@@ -169,7 +171,7 @@ class _Rows:
         count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
         positions = np.arange(length) + shift
 
-        def moved(per_target: Any) -> Array:
+        def moved(per_target: ArrayLike | None) -> Array:
             """Return the values (N, ...) of the rows, from those of the targets (..., T, ...); ones for None."""
             per_target = np.ones(self.shape) if per_target is None else np.asarray(per_target)
             if shift:
@@ -232,21 +234,21 @@ class _Rows:
         """Return values (N, ...) with 0 in some rows."""
         return np.where(mask if array.ndim == 1 else mask[:, None], 0.0, array)
 
-    def reduced(self, per_row: Array) -> Any:
+    def reduced(self, per_row: Array) -> Array | np.float64:
         """Reduce values (N,) by the reduction of the call; 0 where the divisor of a mean is 0."""
         if self.options.reduction == "none":
             return per_row.reshape(self.shape)
         divisor = self.divisor if self.options.reduction == "mean" else 1
         return per_row.sum() / divisor if divisor != 0 else np.float64(0.0)
 
-    def _scale(self, upstream: Any) -> Array:
+    def _scale(self, upstream: ArrayLike) -> Array:
         """Return the factor (N,) of the derivative of each row's loss: row weight, divisor and upstream gradient."""
         scale = self.a * _float64(upstream).reshape(-1)
         if self.options.reduction != "mean":
             return np.asarray(scale)
         return np.asarray(scale / self.divisor if self.divisor != 0 else scale * 0.0)
 
-    def gradient(self, upstream: Any, others: dict[str, Any]) -> Array:
+    def gradient(self, upstream: ArrayLike, others: Mapping[str, ArrayLike]) -> Array:
         """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
         # The loss and the nll of a target outside its support have no gradient.
         beyond = np.isinf(expectation(self.q, self.surprise)) & (self.outside is not None)
@@ -256,7 +258,7 @@ class _Rows:
             grad = grad + self._masked(each, self.ignored | (beyond & (name == "nll")))
         return np.where(self.options.reduction == "mean" and self.divisor == 0, 0.0, grad)
 
-    def target_gradient(self, upstream: Any, nll: Any) -> Array:
+    def target_gradient(self, upstream: ArrayLike, nll: ArrayLike | None) -> Array:
         """Return the (N, V) gradient with respect to class probabilities; `nll`: upstream of the statistic, or None."""
         factor = self._scale(upstream)[:, None] * (1 - self.options.label_smoothing) * self.class_weight
         if nll is not None:
@@ -287,7 +289,7 @@ class _Rows:
             "log_sum_sq_probs": np.log((self.p**2).sum(-1)),
             "mean_logit": self._inside(self.x, 0.0).sum(-1) / np.maximum(classes, 1),
         }
-        computed: dict[str, Any] = {
+        computed: dict[str, Array | np.generic] = {
             name: self._masked(each, self.ignored).reshape(self.shape) for name, each in rows.items()
         }
         rank = (~(order <= of_target) & ~np.isnan(of_target)).sum(-1)
@@ -298,7 +300,7 @@ class _Rows:
         return Stats(**{name: computed[name] for name in self.options.stats})
 
 
-def _float64(array: Any) -> Array:
+def _float64(array: ArrayLike) -> Array:
     """Return an array in float64."""
     return np.asarray(array, np.float64)
 
@@ -316,7 +318,7 @@ def _raw(source: Source) -> Array:
     return np.asarray(z if source.bias is None else z + _float64(source.bias))
 
 
-def _ordered(z: Array, scale: Any) -> Array:
+def _ordered(z: Array, scale: Scalar) -> Array:
     """Return raw logits in the order of x, which a softcap would round to equal numbers."""
     return np.where(np.isnan(z), z, np.sign(scale) * z) if scale else np.zeros_like(z)
 

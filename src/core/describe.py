@@ -45,8 +45,10 @@ from xent.core.spec import (
     DIVERGENCE_STATS,
     LOG_PROB_STATS,
     STAT_NAMES,
+    Array,
     LinearTeacher,
     QuantizedRows,
+    Scalar,
     Subset,
     Support,
     TopKTeacher,
@@ -189,7 +191,7 @@ def _options(arguments: Arguments, **others: Any) -> Options:
     return Options(**{name: arguments[name] for name in Options._fields if name in arguments}, **others)
 
 
-def _activation(arguments: Arguments, temperature: Any = 1) -> Activation:
+def _activation(arguments: Arguments, temperature: Scalar = 1) -> Activation:
     """Return an activation; a temperature that is a number has its largest value, and 1 is None."""
     is_number = isinstance(temperature, (int, float))
     heat = None if is_number and temperature == 1 else bounded(temperature)
@@ -204,7 +206,7 @@ def _checked(
     `names`: the statistics that the function returns. `more`: statistics that another argument asks for.
     """
     arguments = {"inplace": False, "shift": 0, "stats": (), **arguments}
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     for name in ARRAYS:
         if name in passed:
             arrays |= arrays_of(name, arguments[name])
@@ -312,7 +314,7 @@ def _check_weights(arguments: Arguments, rows: tuple[int, ...], vocabulary: int)
         check_shape(sample_weight, rows, "sample_weight must have shape {}, one per row; got {}")
 
 
-def _check_teacher(teacher: Any) -> None:
+def _check_teacher(teacher: object) -> None:
     """Raise TypeError or ValueError for a value that is no teacher."""
     whole = teacher.teacher if isinstance(teacher, Subset) else teacher
     if isinstance(whole, LinearTeacher) or framework_of(whole) is not None:
@@ -372,7 +374,7 @@ def _named_shape(arguments: Arguments, source: Source) -> tuple[str, tuple[int, 
     return name, tuple(arguments[name].shape)
 
 
-def _allowed(ids: Any, support: Support, rows: tuple[int, ...]) -> Allowed:
+def _allowed(ids: Array, support: Support, rows: tuple[int, ...]) -> Allowed:
     """Check the support of each row."""
     for part in ("ids", "offsets"):
         array = getattr(support, part)
@@ -388,7 +390,7 @@ def _allowed(ids: Any, support: Support, rows: tuple[int, ...]) -> Allowed:
 
 
 def _teacher(
-    framework: str, arguments: dict[str, Any], rows: tuple[int, ...], vocabulary: int, axis: int, in_shards: bool
+    framework: str, arguments: Arguments, rows: tuple[int, ...], vocabulary: int, axis: int, in_shards: bool
 ) -> Target:
     """Check and describe the teacher of a student with these rows, and classes on `axis`."""
     teacher, beta = arguments["teacher"], arguments["beta"]

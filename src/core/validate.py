@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xent.core.call import (
     FLOAT_DTYPES,
@@ -27,6 +28,7 @@ from xent.core.spec import (
     REDUCTIONS,
     STAT_NAMES,
     TAILS,
+    Scalar,
     VocabParallel,
     bounded,
     mass_tolerance,
@@ -46,6 +48,9 @@ __all__ = [
     "number_of",
     "shards_of",
 ]
+
+_Numpy = NDArray[Any]
+_Scalars = tuple[Scalar, ...]
 
 PLAIN = (int, float, type(None))
 """Types of numbers that are neither arrays nor NumPy's."""
@@ -115,7 +120,7 @@ def check_options(
     return checked
 
 
-def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
+def _number(framework: str, name: str, value: object, arrays: bool) -> Scalar:
     """Return an option that must be a number in its range, or where allowed None or an array.
 
     While a compiler traces, tensors are not checked: numbers of NumPy are tensors then.
@@ -144,7 +149,7 @@ def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
     return number
 
 
-def number_of(framework: str | None, value: Any) -> Any:
+def number_of(framework: str | None, value: object) -> Scalar:
     """Convert a NumPy number or a 0-d NumPy array to a Python number; return anything else unchanged.
 
     Dynamo treats both as arrays of unknown value; while it traces, they become 0-d tensors.
@@ -179,17 +184,17 @@ def check_int(name: str, value: Any, allowed: str = "an int,", least: float = -m
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
 
 
-def _is_other_number(value: Any) -> bool:
+def _is_other_number(value: object) -> bool:
     """Return whether a value is a real number of another type, and no boolean."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     """Return whether a value is an integer of Python or NumPy, and no boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _check_stats(stats: Any, names: tuple[str, ...]) -> None:
+def _check_stats(stats: object, names: tuple[str, ...]) -> None:
     """Raise TypeError or ValueError for statistics that are not among these names."""
     listed = ", ".join(map(repr, names))
     if not isinstance(stats, (tuple, list, set, frozenset)):
@@ -200,7 +205,7 @@ def _check_stats(stats: Any, names: tuple[str, ...]) -> None:
             raise ValueError(f"stats must be names from {listed}; got {shown(name)}{more}")
 
 
-def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:
+def _shifts(shift: object, has_heads: bool) -> int | tuple[int, ...]:
     """Return a shift as a Python int; if the function has heads, it may be a tuple with one for each."""
     if not isinstance(shift, (tuple, list)):
         return check_int("shift", shift, "an int >= 0,", 0)
@@ -217,7 +222,9 @@ def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:
     return tuple(check_int("shift", entry) for entry in shift)
 
 
-def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...], reduction: str) -> tuple[Any, ...]:
+def _head_weights(
+    framework: str, head_weight: object, shift: int | tuple[int, ...], reduction: str
+) -> tuple[Scalar, ...]:
     """Return the weights of the heads that a checked `shift` names. Raise if they do not fit."""
     if not isinstance(shift, tuple):
         raise ValueError(f"head_weight needs a tuple as shift, with one entry for each head; got shift={shift}")
@@ -233,7 +240,7 @@ def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...]
     return tuple(_number(framework, f"head_weight[{head}]", weight, False) for head, weight in enumerate(head_weight))
 
 
-def shards_of(framework: str, vocab_parallel: Any) -> Shards:
+def shards_of(framework: str, vocab_parallel: object) -> Shards:
     """Return the validated description of shards."""
     if framework != "torch":
         raise TypeError(
@@ -243,7 +250,7 @@ def shards_of(framework: str, vocab_parallel: Any) -> Shards:
     if isinstance(vocab_parallel, Shards):
         return vocab_parallel
     shards = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(vocab_parallel)
-    ranges: dict[str, Any] = {}
+    ranges: dict[str, int | None] = {}
     for name, least in (("first", 0), ("size", 1)):
         value = getattr(shards, name)
         if value is not None:
@@ -252,10 +259,10 @@ def shards_of(framework: str, vocab_parallel: Any) -> Shards:
                 raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
         ranges[name] = value
     check_options(framework, {_FLAGS[-1]: shards.sequence_parallel})
-    return Shards(shards.group, **ranges, axis=-2 if shards.sequence_parallel else None)
+    return Shards(shards.group, ranges["first"], ranges["size"], -2 if shards.sequence_parallel else None)
 
 
-def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> None:
+def check_targets(ids: _Numpy, vocabulary: int, ignore_index: int, shift: int) -> None:
     """Raise IndexError for the first invalid target. Rows do not use the first `shift` ones of the last axis."""
     place = _first(((ids < 0) | (ids >= vocabulary)) & (ids != ignore_index), shift)
     if place is not None:
@@ -265,7 +272,7 @@ def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> N
         )
 
 
-def check_temperature(temperature: Any, ids: Any, ignore_index: int, shift: int) -> None:
+def check_temperature(temperature: _Numpy, ids: _Numpy, ignore_index: int, shift: int) -> None:
     """Raise ValueError for the first temperature that is not > 0, of a row that has a target.
 
     `temperature` is that of each target in `ids`, or 0-d.
@@ -276,7 +283,7 @@ def check_temperature(temperature: Any, ids: Any, ignore_index: int, shift: int)
         raise ValueError(f"temperature must be > 0 in every row, got {invalid} at {place or 'its row'}")
 
 
-def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
+def check_support(classes: _Numpy, begin: _Numpy, end: _Numpy, vocabulary: int) -> None:
     """Raise ValueError if offsets do not increase from 0 to the number of ids, IndexError for the first invalid id."""
     sizes = end - begin
     first, last = (begin[0], end[-1]) if len(begin) else (0, 0)
@@ -294,7 +301,7 @@ def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
         raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
 
 
-def check_subset(ids: Any, source: Source) -> None:
+def check_subset(ids: _Numpy, source: Source) -> None:
     """Raise IndexError or ValueError for ids that are no classes of the teacher or repeat."""
     size = vocabulary_of(source)
     outside = np.flatnonzero((ids < 0) | (ids >= size))
@@ -307,7 +314,7 @@ def check_subset(ids: Any, source: Source) -> None:
         raise ValueError(f"teacher.ids of a xent.Subset must hold a class at most once, got {ordered[again[0]]} again")
 
 
-def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, vocabulary: int) -> None:
+def check_top_k(ids: _Numpy, log_probs: _Numpy, used: _Numpy, tail: str, dtype: str, vocabulary: int) -> None:
     """Raise for the first invalid row of a top-k teacher that is `used` (...); `dtype` is that of `log_probs`."""
     known = log_probs != -np.inf
     outside = known & ((ids < 0) | (ids >= vocabulary))
@@ -330,7 +337,7 @@ def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, voca
     raise ValueError(f"teacher.log_probs {name} have no mass that could be renormalised")
 
 
-def _first(wrong: Any, shift: int) -> list[int] | None:
+def _first(wrong: _Numpy, shift: int) -> list[int] | None:
     """Return the position of the first True, without the first `shift` entries of the last axis."""
     if shift:
         wrong[..., :shift] = False

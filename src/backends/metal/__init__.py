@@ -27,7 +27,7 @@ row is read twice, its last part first, because that may still be in the GPU's l
 """
 
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xent.backends.harness import Harness
 from xent.backends.mlx import MlxBackend
@@ -35,6 +35,8 @@ from xent.core.call import Call, array_of, dtype_name
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from xent.backends.mlx.kernels import RowKernel
 
 __all__ = ["BACKEND", "MetalBackend"]
 
@@ -70,7 +72,7 @@ class MetalBackend(MlxBackend):
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
         return None
 
-    def kernel(self) -> Any:
+    def kernel(self) -> "RowKernel":
         """Return the row kernel. Divergences and supports have none; MLX's own operations compute them."""
         from xent.backends.metal import rows
 

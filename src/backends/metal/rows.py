@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, mlx_kernel
+from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, Template, kernel_for, mlx_kernel
 from xent.backends.mlx import plain
 from xent.backends.mlx.block import ranks
 from xent.backends.mlx.kernels import Facts, Results
@@ -75,7 +75,7 @@ def _launch(
     return {name: array for name, array in results if name in requested}
 
 
-def _run(inputs: list[mx.array], outputs: list[_Array], template: dict[str, Any], rows: int, threads: int) -> Any:
+def _run(inputs: list[mx.array], outputs: list[_Array], template: Template, rows: int, threads: int) -> Any:
     return mlx_kernel()(
         inputs=inputs,
         template=list(template.items()),
@@ -86,7 +86,7 @@ def _run(inputs: list[mx.array], outputs: list[_Array], template: dict[str, Any]
     )
 
 
-def allows(inputs: list[_Array], outputs: list[_Array], template: dict[str, Any], threads: int) -> bool:
+def allows(inputs: list[_Array], outputs: list[_Array], template: Template, threads: int) -> bool:
     """Whether the kernel can run with this number of threads; KernelError if it cannot run with any number."""
     key = (tuple(inputs), tuple(template.items()), threads)
     if key not in _tried:

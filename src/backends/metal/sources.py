@@ -16,6 +16,7 @@ __all__ = [
     "LIMITS",
     "OUTPUTS",
     "KernelError",
+    "Template",
     "checked_by",
     "kernel_for",
     "library",
@@ -24,6 +25,8 @@ __all__ = [
     "threads_and_held",
 ]
 
+Template = dict[str, Any]
+"""Template arguments of the kernel by name: numbers, flags, and types as text or as MLX's dtypes."""
 INPUTS = {
     "logits": "T",
     "numbers": "float",
@@ -91,8 +94,8 @@ class KernelError(BackendError):
 
 
 def kernel_for(
-    arguments: Mapping[str, Any], requested: Container[str], allows: Callable[[dict[str, Any], int], bool], **more: Any
-) -> tuple[dict[str, Any], int]:
+    arguments: Mapping[str, Any], requested: Container[str], allows: Callable[[Template, int], bool], **more: Any
+) -> tuple[Template, int]:
     """Return the template arguments of a launch, and the number of threads per row.
 
     Each name of an argument or result, in capitals, says whether the argument is not None, or the result
@@ -150,7 +153,7 @@ def mlx_kernel() -> Any:
     )
 
 
-def library(constants: Mapping[str, Any]) -> str:
+def library(constants: Template) -> str:
     """Return a complete source for PyTorch, ASCII only, with the kernel xent_rows for these template arguments.
 
     Rows of logits and gradient have strides, and the gradient may overwrite the logits.

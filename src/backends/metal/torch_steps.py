@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, library
+from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, Template, kernel_for, library
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, smooths
 from xent.backends.torch.portable.rows import Index, at, index_of, probabilities
 from xent.backends.torch.portable.steps import PortableSteps
@@ -137,7 +137,7 @@ class MetalSteps(PortableSteps):
             grad.copy_(results["grad"])
 
 
-def _kernel(template: dict[str, Any]) -> Any:
+def _kernel(template: Template) -> Any:
     """Return the kernel for template arguments. Each is compiled at most once."""
     key = tuple(template.values())
     if key not in _compiled:

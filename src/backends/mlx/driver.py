@@ -8,7 +8,6 @@ pass take it once more.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +15,7 @@ from xent.backends.mlx import divergence, plain
 from xent.backends.mlx.autograd import guarded, is_differentiated, scaled, with_gradients
 from xent.backends.mlx.devices import accumulation_dtype
 from xent.backends.mlx.facts import aligned, gather_facts
-from xent.backends.mlx.kernels import Facts, Results, joined, requested_results
+from xent.backends.mlx.kernels import Facts, Results, RowKernel, joined, requested_results
 from xent.backends.mlx.sources import Gradients, Loaded, Logits, cut, is_exact
 from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of, folded
 from xent.core.spec import DIFFERENTIABLE, ROW_STATS, Stats
@@ -28,7 +27,7 @@ _Step = Callable[[Loaded, slice], tuple[list[mx.array], mx.array | None]]
 """Maps the logits of a part to (results, which the step keeps; gradient of the logits, or None)."""
 
 
-def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
+def run(call: Call, kernel: RowKernel) -> tuple[mx.array, Stats]:
     """Run a call with a row kernel: see `xent.backends.mlx.kernels`.
 
     For a mean or sum, the gradients that are expected are computed with the loss. Other gradients, those of reduction
@@ -74,7 +73,7 @@ def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
 class _PartLoop:
     """The rows of an aligned call, as arrays that MLX does not differentiate, and the one loop over parts of them."""
 
-    def __init__(self, call: Call, kernel: Any, trained: bool) -> None:
+    def __init__(self, call: Call, kernel: RowKernel, trained: bool) -> None:
         """`trained`: whether the classifier is expected to need a gradient."""
         call = guarded(call)
         source, target = call.source, call.target

@@ -31,13 +31,13 @@ from xent.core.call import (
     gathered,
     vocabulary_of,
 )
-from xent.core.spec import LARGEST, mass_tolerance
+from xent.core.spec import LARGEST, Scalar, mass_tolerance
 from xent.core.validate import check_subset, check_support, check_targets, check_temperature, check_top_k
 
 __all__ = ["aligned", "gather_facts"]
 
 _LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
-_Each = Callable[[mx.array, Any], mx.array]
+_Each = Callable[[mx.array, float], mx.array]
 
 
 def aligned(call: Call) -> Call:
@@ -94,7 +94,7 @@ def gather_facts(call: Call) -> Facts:
     acc, shape = accumulation_dtype(dtype), rows if options.heads is None else rows[1:]
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
 
-    def each(per_target: mx.array, fill: Any) -> mx.array:
+    def each(per_target: mx.array, fill: float) -> mx.array:
         """Return the values (N,) of the rows, from those of the targets (..., T)."""
         parts = [_shifted(per_target, shift, fill) for shift in shifts]
         return (parts[0] if options.heads is None else mx.stack(parts)).reshape(-1)
@@ -150,7 +150,9 @@ def gather_facts(call: Call) -> Facts:
     )
 
 
-def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | None, by_class: Any) -> dict[str, Any]:
+def _weights(
+    call: Call, weight: mx.array | None, ignored: mx.array, invalid: mx.array | None, by_class: mx.array | int
+) -> dict[str, Any]:
     """Return weight, scale, excluded, deferred and divisor; `by_class` are the class weights of the targets."""
     options, dtype = call.options, array_of(call).dtype
     acc, divisor, deferred = accumulation_dtype(dtype), None, None
@@ -237,7 +239,7 @@ def _check(check: Callable[..., None], arrays: list[mx.array], *others: Any) -> 
     check(*converted, *others)
 
 
-def _shifted(per_target: mx.array, shift: int, fill: Any) -> mx.array:
+def _shifted(per_target: mx.array, shift: int, fill: float) -> mx.array:
     """Return an array with values[..., t + shift] at t, and `fill` past the end."""
     if not shift:
         return per_target
@@ -251,7 +253,7 @@ def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.a
     vocabulary, smoothing = vocabulary_of(call.source), call.options.label_smoothing
     if isinstance(smoothing, mx.array):  # a 16-bit dtype would round the quotient
         smoothing = smoothing.astype(dtype)
-    total: Any = vocabulary if class_weight is None else class_sum(class_weight)
+    total: Scalar = vocabulary if class_weight is None else class_sum(class_weight)
     scale, spread = call.activation.logit_scale, smoothing / vocabulary
     numbers = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]
     if any(isinstance(value, mx.array) for value in numbers):
@@ -259,7 +261,7 @@ def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.a
     return mx.array(numbers, dtype=dtype)
 
 
-def _softcap(call: Call) -> Any:
+def _softcap(call: Call) -> Scalar:
     """Return the softcap as a number or array, bounded by `LARGEST`; 0 for none."""
-    cap: Any = 0.0 if call.activation.softcap is None else call.activation.softcap
+    cap: Scalar = 0.0 if call.activation.softcap is None else call.activation.softcap
     return mx.minimum(cap, LARGEST) if isinstance(cap, mx.array) else cap

@@ -30,17 +30,19 @@ For class probabilities with class weights, the term of n is computed by a secon
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import product
 from xent.core.call import Call
+from xent.core.spec import Scalar
 
 __all__ = [
     "Coefficients",
     "Facts",
     "Results",
+    "RowKernel",
     "Sums",
     "activate",
     "coefficients",
@@ -186,6 +188,16 @@ Only loss and grad must be 0 in excluded rows; the driver masks the others.
 """
 
 
+class RowKernel(Protocol):
+    """The module of a row kernel; `norm` is None for a divergence."""
+
+    def forward(self, logits: mx.array, facts: Facts, requested: Collection[str]) -> Results:
+        """Compute the results of a block."""
+
+    def backward(self, logits: mx.array, facts: Facts, norm: Any) -> mx.array:
+        """Compute the gradient of a block."""
+
+
 def requested_results(stats: Collection[str], grad: bool) -> set[str]:
     """Return the names of the results that these statistics and the gradient need.
 
@@ -206,7 +218,7 @@ def ordered(z: mx.array, scale: mx.array) -> mx.array:
     return mx.sign(scale).astype(z.dtype) * z
 
 
-def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array | None]:
+def activate(z: mx.array, scale: Scalar, softcap: Scalar) -> tuple[mx.array, mx.array | None]:
     """Return x = k tanh(s z / k), or s z without softcap k, and the softcap's slope, None without softcap.
 
     The slope does not include the factor s. It is not computed as 1 - tanh^2, which would cancel. `scale` and `softcap`
@@ -219,7 +231,7 @@ def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array 
     return softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
 
 
-def _differs(value: Any, neutral: float) -> bool:
+def _differs(value: Scalar, neutral: float) -> bool:
     """Whether an option has an effect. One that is in an array is included for every value."""
     return isinstance(value, mx.array) or value != neutral
 

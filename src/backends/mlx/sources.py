@@ -111,7 +111,11 @@ class Gradients:
     """
 
     def __init__(
-        self, needs: Sequence[str], weight: mx.array | QuantizedWeight | None = None, dtype: Any = None, parts: int = 1
+        self,
+        needs: Sequence[str],
+        weight: mx.array | QuantizedWeight | None = None,
+        dtype: mx.Dtype = mx.float32,
+        parts: int = 1,
     ) -> None:
         """`weight` is the classifier, and `dtype` that of the hidden states."""
         self._classifier, self._needs = weight, needs

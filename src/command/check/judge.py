@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 import xent
-from xent.backends.harness import Harness
+from xent.backends.harness import AnyHarness
 from xent.backends.protocol import Backend
 from xent.backends.reference import gradients
-from xent.command.check.case import LOSSES, Case, Inputs, make_inputs, mapped, placed
+from xent.command.check.case import LOSSES, Array, Case, Inputs, Named, make_inputs, mapped, placed
 from xent.core.call import Call
 from xent.core.signature import FUNCTIONS
 
@@ -40,8 +40,6 @@ _MOST_OF_A_DRAW = 2
 _NOTHING = 1e-30
 _ROUNDING = {"float16": 2 * 2.0**-10, "bfloat16": 2 * 2.0**-7, "float32": 2 * 2.0**-23, "float64": 64 * 2.0**-52}
 """Units in the last place that are allowed: in float64 for the rounding errors of the backend and of the reference."""
-
-Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Comparison:
 
 
 def judge_case(
-    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
+    backend: Backend, harness: AnyHarness, case: Case, seed: int = 0, workspace: int | None = None
 ) -> list[Comparison]:
     """Run a case on a backend, and compare its results and every gradient with the reference."""
     case = case if workspace is None else replace(case, workspace=workspace)
@@ -90,7 +88,7 @@ def typical_of(draws: Sequence[Comparison]) -> Comparison:
     return Comparison(draws[0].output, *(float(np.exp(np.mean(np.log(series)))) for series in (errors, bounds)))
 
 
-def compare(output: str, computed: Any, truth: Any, plain: Any, case: Case, sizes: Any = None) -> Comparison:
+def compare(output: str, computed: Array, truth: Array, plain: Array, case: Case, sizes: Any = None) -> Comparison:
     """Compare one output with the reference. The bound follows from the error of the unfused computation, `plain`.
 
     `sizes`: the values that the errors of a gradient's rows are relative to; None for the norm of each row.
@@ -107,7 +105,7 @@ def compare(output: str, computed: Any, truth: Any, plain: Any, case: Case, size
     return Comparison(output, _worst(computed, truth, sizes) if computed.shape == truth.shape else np.inf, bound)
 
 
-def _worst(computed: Any, truth: Any, sizes: Any) -> float:
+def _worst(computed: Array, truth: Array, sizes: Array) -> float:
     """Return the worst error over rows, relative to their sizes. Infinite values must be equal."""
     infinite = np.isinf(truth)
     if (computed[infinite] != truth[infinite]).any():
@@ -117,7 +115,7 @@ def _worst(computed: Any, truth: Any, sizes: Any) -> float:
     return float(relative.max(initial=0))
 
 
-def call_of(case: Case, differentiable: Results, options: Results) -> Call:
+def call_of(case: Case, differentiable: Named, options: Named) -> Call:
     """Return the validated call of a case on NumPy arrays. `options` includes the target or teacher."""
     function = FUNCTIONS[case.function]
     arguments = dict(zip(function.names, function.defaults, strict=True)) | case.keywords | options | differentiable
@@ -125,8 +123,8 @@ def call_of(case: Case, differentiable: Results, options: Results) -> Call:
 
 
 def results_of_case(
-    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0
-) -> tuple[Results, Results, Results, Results]:
+    backend: Backend, harness: AnyHarness, case: Case, seed: int = 0
+) -> tuple[Named, Named, Named, Named]:
     """Return (reference, backend, unfused, sizes); the first three contain results and gradients by name.
 
     `sizes` contains the size of each row of the gradients: the sum of the norms of the contributions of each result.
@@ -169,7 +167,7 @@ def results_of_case(
         _, gradients = harness.gradients(logits_of, wide_leaves, cast(cast(grad, case.dtype), wide))
         return results, [cast(gradient, case.dtype) for gradient in gradients]
 
-    def named(outputs: tuple[Any, list[Any]]) -> Results:
+    def named(outputs: tuple[Any, list[Any]]) -> Named:
         results, gradients = outputs
         return dict(zip((*case.results, *arrays), map(harness.numpy, (*results, *gradients)), strict=True))
 
@@ -186,7 +184,7 @@ def results_of_case(
     return truth, computed, plain, sizes
 
 
-def _reference(case: Case, arrays: Results, options: Results, upstream: Results) -> tuple[Results, Results]:
+def _reference(case: Case, arrays: Named, options: Named, upstream: Named) -> tuple[Named, Named]:
     """Compute the reference from the backend's inputs, which are rounded to the case's dtype.
 
     Return results and sizes.
@@ -195,7 +193,7 @@ def _reference(case: Case, arrays: Results, options: Results, upstream: Results)
     truth = {name: np.asarray(value) for name, value in case.found_in(returned).items()}
     call, sign = call_of(case, arrays, options), -1 if case.function.endswith("log_probs") else 1
     nothing = np.zeros(truth[case.results[0]].shape)
-    sizes: Results = {}
+    sizes: Named = {}
     for result, grad in upstream.items():
         is_first = result == case.results[0]
         shares = _gradients(call, sign * grad if is_first else nothing, {} if is_first else {result: grad}, arrays)
@@ -208,16 +206,16 @@ def _reference(case: Case, arrays: Results, options: Results, upstream: Results)
     return truth, sizes
 
 
-def _norms(gradient: Any) -> Any:
-    return np.linalg.norm(np.atleast_2d(gradient), axis=-1)
+def _norms(gradient: Array) -> Array:
+    return np.asarray(np.linalg.norm(np.atleast_2d(gradient), axis=-1))
 
 
-def _gradients(call: Call, upstream: Any, others: Results, names: Collection[str]) -> Results:
+def _gradients(call: Call, upstream: Array, others: Named, names: Collection[str]) -> Named:
     by_name = gradients(call, upstream, **others)
     return {name: by_name[name] for name in names}
 
 
-def _unfused(harness: Harness[Any], case: Case, inputs: Inputs, logits: Any, target: Any) -> tuple[Any, ...]:
+def _unfused(harness: AnyHarness, case: Case, inputs: Inputs, logits: Any, target: Any) -> tuple[Any, ...]:
     """Compute the results of a case in unfused operations on logits. `target` is that of `inputs` on the device.
 
     With a shift, targets and options move: those of t + shift to row t. The last rows have none, and have weight 0.
@@ -261,7 +259,7 @@ def _unfused(harness: Harness[Any], case: Case, inputs: Inputs, logits: Any, tar
     return tuple(results[name] for name in case.results)
 
 
-def _teacher_of(harness: Harness[Any], case: Case, teacher: Any) -> Results:
+def _teacher_of(harness: AnyHarness, case: Case, teacher: Any) -> Named:
     """Return the teacher's logits, with what else they need, or the classes that it knows."""
     if case.teacher == "logits":
         return {"teacher": teacher}

@@ -18,9 +18,9 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from xent.backends import TABLE, backends
-from xent.backends.harness import Harness
+from xent.backends.harness import AnyHarness
 from xent.backends.protocol import Backend
-from xent.command.check.case import LOSSES, Case
+from xent.command.check.case import LOSSES, Case, Named
 from xent.command.check.judge import Comparison, judge_case
 from xent.core.spec import DIFFERENTIABLE
 
@@ -64,7 +64,7 @@ class Work:
 
     backend: Backend
     device: str
-    harness: Harness[Any]
+    harness: AnyHarness
     cases: dict[Kind, Sequence[Case]]
     full: bool = False
     """Whether the cases have every pair of options."""
@@ -136,7 +136,7 @@ def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
     return works
 
 
-def cases_of(harness: Harness[Any], function: str, dtype: str, full: bool = False) -> Sequence[Case]:
+def cases_of(harness: AnyHarness, function: str, dtype: str, full: bool = False) -> Sequence[Case]:
     """Return the cases that reach every kernel and loop of this device; if `full`, every pair of options as well."""
     return reaching(harness, function, dtype) + (pairs(function, dtype) if full else [])
 
@@ -198,7 +198,7 @@ def _judged_by(key: tuple[str, str], device: str, case: Case) -> _Result:
     return _judged(backend, backend.harness(device), case)
 
 
-def _judged(backend: Backend, harness: Harness[Any], case: Case) -> _Result:
+def _judged(backend: Backend, harness: AnyHarness, case: Case) -> _Result:
     """Judge a case. An exception is a failure; a warning, which says that other code ran, is a note."""
     with harness.watched() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -227,7 +227,7 @@ def summary(works: Sequence[Work], lines: Sequence[Line]) -> str:
 
 FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
 
-Setting = dict[str, Any]
+Setting = Named
 """Options, and fields of a case, that belong together."""
 _BENDS: dict[str, Sequence[Any]] = {"softcap": (3.0,), "logit_scale": (1.5, -0.7)}
 """Factors, each with values for the option or field of its name, or with settings. A case may also have none."""
@@ -289,7 +289,7 @@ _SETTINGS: dict[str, Sequence[Setting]] = {
 _FIELDS = {attribute.name for attribute in fields(Case)}
 
 
-def reaching(harness: Harness[Any], function: str, dtype: str) -> list[Case]:
+def reaching(harness: AnyHarness, function: str, dtype: str) -> list[Case]:
     """Return the smallest set of cases that reaches every kernel and loop of the device.
 
     One dtype, bfloat16, gets every size that the harness names; the others a short row.
