@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,9 @@ from xent.integrations.transformers.history import looks, note
 __all__ = [
     "KNOWN",
     "DeferredLogits",
+    "Function",
     "Recipe",
+    "Tensors",
     "autocast_dtype",
     "check_unchanged",
     "defer",
@@ -56,7 +58,14 @@ __all__ = [
 ]
 
 
-def shards(hook: Any) -> bool:
+Function = Callable[..., Any]
+"""A function or method of PyTorch, or a hook."""
+Recorded = tuple[Function, tuple[Any, ...], dict[str, Any]]
+"""A call: function, args, kwargs."""
+Tensors = tuple[Tensor, ...]
+
+
+def shards(hook: Function) -> bool:
     """Whether a hook is one of PyTorch's or DeepSpeed's for models in shards, which does not need the logits."""
     return str(getattr(inner(hook), "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
 
@@ -72,13 +81,13 @@ class _Origin:
 
     name: str
     source: Tensor
-    retained: Any
+    retained: Tensor | None
     """The tensor, or this process's shard of it. None if FSDP frees what it gathers for the head's call."""
     head: nn.Module | None
     """The head whose optimizer steps count."""
     gathered: bool
     """Whether the weight may be whole only during the head's call."""
-    state: dict[str, Any]
+    state: dict[str, int]
     """What must stay the same, by the words for a change."""
     sample: Tensor | None
     """Some elements of a weight."""
@@ -93,8 +102,8 @@ def origin(name: str, tensor: Tensor, head: nn.Module | None = None, gathered: b
     return _Origin(name, tensor, retained, head, gathered, _state(retained, head, gathered), sample)
 
 
-def _state(tensor: Any, head: nn.Module | None, gathered: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {} if head is None else {"changed by an optimizer's step": steps.get(head, 0)}
+def _state(tensor: Tensor | None, head: nn.Module | None, gathered: bool) -> dict[str, int]:
+    state: dict[str, int] = {} if head is None else {"changed by an optimizer's step": steps.get(head, 0)}
     if tensor is not None:
         compiling = torch.compiler.is_compiling()  # Dynamo cannot trace Tensor.is_inference and addresses
         if not gathered and not compiling:
@@ -143,7 +152,7 @@ def local(weight: Any) -> Tensor:
     return shard  # type: ignore[no-any-return]
 
 
-def in_shards(tensor: Any) -> bool:
+def in_shards(tensor: object) -> bool:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
@@ -157,9 +166,9 @@ def _sample(weight: Tensor) -> Tensor:
 class Recipe:
     """softcap * tanh(scale * (sum of hidden @ weight.T + bias) / softcap), or without tanh."""
 
-    hidden: tuple[Tensor, ...]
+    hidden: Tensors
     """Each (..., D). There are several if LoRA adds a product."""
-    weights: tuple[Tensor, ...]
+    weights: Tensors
     """Each (V, D), or a DTensor with the classes in shards."""
     bias: Tensor | None
     """(V,): the biases of all heads, and constants that the model adds to its logits, such as final_logits_bias."""
@@ -176,7 +185,7 @@ class Recipe:
     """The dtype of matrix products under autocast, or None."""
     caller: Any = None
     """(hidden states, task=) -> task(hidden states, weight, bias) in a call of the head, which gathers its weight."""
-    recorded: tuple[Any, ...] | None = None
+    recorded: "Recorded | None" = None
     """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
     is_view: bool = False
     """Whether they are a view of the logits in that call."""
@@ -190,7 +199,7 @@ class Recipe:
     """Whether a tensor-parallel plan gives all ranks the same hidden states."""
     tracked: bool = True
     """Whether gradients were enabled, so that autograd records them if one of the origins requires a gradient."""
-    hooks: tuple[Callable[[Tensor], Any], ...] = ()
+    hooks: tuple[Function, ...] = ()
     """Hooks of FSDP and DeepSpeed on the gradient of the logits, for the gradient of what is computed from them."""
 
     @property
@@ -241,12 +250,12 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def unhandled(function: Any, *args: Any, **kwargs: Any) -> Any:
+def unhandled(function: Function, *args: Any, **kwargs: Any) -> Any:
     """Call a function without `__torch_function__` of its arguments."""
     return Tensor.__torch_function__(function, (), args, kwargs)
 
 
-KNOWN: dict[Any, Callable[..., Any]] = {}
+KNOWN: dict[Any, Function] = {}
 """Function -> (function, its arguments) -> the result, or NotImplemented, which means that it needs real logits."""
 
 
@@ -273,7 +282,7 @@ class DeferredLogits(Tensor):
     _real: Tensor | None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device, or record the call, or execute it with real logits."""
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling() and private.inspects():
@@ -296,7 +305,7 @@ class _DispatchedLogits(DeferredLogits):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares the disabled implementation
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Execute a call from C++ with values. `_Edge` handles its gradients."""
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: _values(logits, func), (args, kwargs or {}))
@@ -334,7 +343,7 @@ class _LogitsInShards(_DispatchedLogits):
 
     def _call(self, known: bool, name: str, placement: Any, *args: Any, **kwargs: Any) -> Any:
         if known and is_open(self) and not kwargs.keys() - {"async_op"}:
-            recorded: Any = methodcaller(name, *args, **kwargs), (self,), {}
+            recorded: Recorded = methodcaller(name, *args, **kwargs), (self,), {}
             return derive(replace(self._recipe, placement=placement), recorded)
         return getattr(real(self, getattr(self, name)), name)(*args, **kwargs)
 
@@ -352,14 +361,14 @@ def defer(recipe: Recipe) -> DeferredLogits:
     return logits
 
 
-def derive(recipe: Recipe, recorded: tuple[Any, ...], like: Tensor | None = None) -> DeferredLogits:
+def derive(recipe: Recipe, recorded: Recorded, like: Tensor | None = None) -> DeferredLogits:
     """Return the deferred logits of a recorded call, with the shape, strides and dtype of `like`."""
     if like is not None:
         recipe = replace(recipe, size=tuple(like.shape), stride=like.stride(), dtype=like.dtype)
     return defer(replace(recipe, recorded=recorded, is_view=like is not None and like._base is not None))
 
 
-def is_open(logits: Any) -> bool:
+def is_open(logits: object) -> TypeGuard[DeferredLogits]:
     """Whether these are deferred logits that were not computed, and to which no other autograd node is attached."""
     if not isinstance(logits, DeferredLogits) or logits._real is not None:
         return False
@@ -368,7 +377,7 @@ def is_open(logits: Any) -> bool:
     return logits._recipe.tracked or not logits.requires_grad
 
 
-def real(logits: DeferredLogits, function: Any) -> Tensor:
+def real(logits: DeferredLogits, function: Function) -> Tensor:
     """Return the real logits, the same tensor each time. `function` is the function that reads them."""
     if logits._real is None:
         tracked, followed = logits._recipe.tracked, logits.requires_grad
@@ -380,14 +389,14 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
     return logits._real
 
 
-def _values(logits: DeferredLogits, function: Any) -> Any:
+def _values(logits: DeferredLogits, function: Function) -> Any:
     if logits._real is not None:
         return logits._real.detach()
     with torch.no_grad():
         return _read(logits, function, _values)
 
 
-def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) -> Any:
+def _read(logits: DeferredLogits, function: Function, read: Callable[..., Tensor]) -> Any:
     """Compute logits, or the view of logits that `read` returns. Raise RuntimeError if the weights have changed."""
     recipe = logits._recipe
     if recipe.is_view:
@@ -408,7 +417,7 @@ def _compute(recipe: Recipe) -> Any:
     return function(*args, **kwargs)
 
 
-def _product(origins: Any, hidden: Any, weights: Any, bias: Any) -> Tensor:
+def _product(origins: tuple[_Origin, ...], hidden: Any, weights: Any, bias: Any) -> Tensor:
     """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
     (hidden,), (weight,) = hidden, weights
     for record, gathered in zip(origins[1:], (weight, bias)):  # noqa: B905  # PyTorch 2.8 compiles strict=False as True
