@@ -57,7 +57,7 @@ class Reference:
         """Return loss and statistics as float64."""
         if call.options.heads is not None:
             return _combined(call, [self.run(head_call) for head_call in _apart(call)])
-        rows = _Rows(call)
+        rows = _RowFormulas(call)
         return rows.reduced(rows.loss), rows.stats()
 
     @_quiet
@@ -98,7 +98,7 @@ def gradients(call: Call, upstream: ArrayLike = 1.0, **others: Array) -> dict[st
         ]
         stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
         return {name: stack if name == "input" else stack.sum(0) for name, stack in stacked.items()}
-    rows = _Rows(call)
+    rows = _RowFormulas(call)
     grad = rows.gradient(upstream, others)
     if isinstance(source, Given):
         grads = {"logits": grad}
@@ -155,7 +155,7 @@ def _combined(call: Call, parts: Sequence[_Results]) -> _Results:
     return np.stack(losses) if each_row else weights @ np.stack(losses), Stats(**combined)
 
 
-class _Rows:
+class _RowFormulas:
     """N rows of raw logits z (N, V), and all quantities in the formulas of the public functions.
 
     Row t of a shifted call has the target and weight at t + shift.

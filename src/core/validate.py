@@ -222,9 +222,7 @@ def _shifts(shift: object, has_heads: bool) -> int | tuple[int, ...]:
     return tuple(check_int("shift", entry) for entry in shift)
 
 
-def _head_weights(
-    framework: str, head_weight: object, shift: int | tuple[int, ...], reduction: str
-) -> tuple[Scalar, ...]:
+def _head_weights(framework: str, head_weight: object, shift: int | tuple[int, ...], reduction: str) -> _Scalars:
     """Return the weights of the heads that a checked `shift` names. Raise if they do not fit."""
     if not isinstance(shift, tuple):
         raise ValueError(f"head_weight needs a tuple as shift, with one entry for each head; got shift={shift}")

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,15 @@ from xent.backends.torch import private
 from xent.integrations.patch import inner
 from xent.integrations.transformers.history import looks, note
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
     "KNOWN",
     "DeferredLogits",
     "Function",
     "Recipe",
+    "Result",
     "Tensors",
     "autocast_dtype",
     "check_unchanged",
@@ -143,7 +147,7 @@ def _changed(name: str, happened: str) -> RuntimeError:
     )
 
 
-def local(weight: Any) -> Tensor:
+def local(weight: Tensor) -> Tensor:
     """Return what this process keeps of a weight: its shard in DeepSpeed's ZeRO-3 or in a DTensor."""
     shard: Any = getattr(weight, "ds_tensor", weight)
     if in_shards(shard):
@@ -152,7 +156,7 @@ def local(weight: Any) -> Tensor:
     return shard  # type: ignore[no-any-return]
 
 
-def in_shards(tensor: object) -> bool:
+def in_shards(tensor: object) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
@@ -255,8 +259,10 @@ def unhandled(function: Function, *args: Any, **kwargs: Any) -> Any:
     return Tensor.__torch_function__(function, (), args, kwargs)
 
 
-KNOWN: dict[Any, Function] = {}
-"""Function -> (function, its arguments) -> the result, or NotImplemented, which means that it needs real logits."""
+Result = Any
+"""The result of a call, or NotImplemented, which means that it needs real logits."""
+KNOWN: dict[Function, Callable[..., Result]] = {}
+"""Function -> (function, its arguments) -> result."""
 
 
 def _blank(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:

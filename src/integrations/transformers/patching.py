@@ -14,13 +14,14 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, __version__  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
@@ -40,6 +41,9 @@ from xent.integrations.transformers.deferred import (
 from xent.integrations.transformers.history import History, begin_call
 from xent.integrations.trl import WITHOUT_PATCH, computes_with
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
     "defer_logits",
     "find_heads",
@@ -56,9 +60,13 @@ if str(__version__).startswith(("3.", "4.")):
         "call xent.linear_cross_entropy instead of head and loss"
     )
 
+Head = Any
+"""A head: its class has `_DeferringHead`, or gets it."""
+Owner = Any
+"""A model of transformers or PEFT."""
 _histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
 """Patched model -> its history. Its heads, and copies of them, refer to the same history."""
-_hook: list[Any] = []
+_hook: list[RemovableHandle] = []
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -140,7 +148,7 @@ def unpatch(model: nn.Module | None = None) -> None:
             _hook.pop().remove()
 
 
-def _patching(post_init: Any) -> Any:
+def _patching(post_init: Callable[..., None]) -> Any:
     """Return a `post_init` that patches the model."""
 
     @functools.wraps(post_init)
@@ -157,7 +165,7 @@ def history_of(module: nn.Module) -> History | None:
     return vars(module).get("xent_history", _histories.get(module))
 
 
-def why_unused(model: Any) -> str:
+def why_unused(model: Owner) -> str:
     """Return why the heads of a patched model were not called."""
     head = model.get_output_embeddings()
     if head is not None and all(history_of(part) is None for part in head.modules()):
@@ -178,7 +186,7 @@ def _watch(head: nn.Module) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, it would lose its effect
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Count a step, also in the weights' version counters, and warn if it did not call the head of a patched model.
 
     PyTorch calls this after each step of each optimizer. A head is not called if it or a forward was replaced.
@@ -211,7 +219,7 @@ class _DeferringHead:
     xent_plan: Callable[[Tensor], Tensor] | None = None
     """The forward that a tensor-parallel plan of transformers gave the head."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Head, *args: Any, **kwargs: Any) -> Any:
         """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
         if hasattr(self._parameters.get("weight"), "ds_id") and not kwargs:
             logits = _deferred(self, args[0], self.weight, self.bias)
@@ -219,7 +227,7 @@ class _DeferringHead:
                 return logits
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Any:
+    def forward(self: Head, input: Tensor, task: Callable[..., Tensor] | None = None) -> Any:
         """Return deferred logits if possible, otherwise logits. With a task, return task(input, weight, bias)."""
         weight, bias = self.weight, self.bias  # a parametrization computes them at each look
         if task is not None:
@@ -234,7 +242,7 @@ class _DeferringHead:
         finally:
             self.xent_plan, self.xent_history = plan, history
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __reduce_ex__(self: Head, protocol: Any) -> Any:
         """Pickle with the original class, because the class of the head cannot be imported."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self.xent_plain,), *reduced[2:]
@@ -243,7 +251,7 @@ class _DeferringHead:
 class _DeferringTokens(_DeferringHead):
     """Mixin for PEFT's layer of trained tokens, which are rows of its weight; its base layer is the head."""
 
-    def forward(self: Any, input: Tensor, *args: Any) -> Any:
+    def forward(self: Head, input: Tensor, *args: Any) -> Any:
         """Return deferred logits, or what the layer returns."""
         active, logits = self.active_adapters, None
         if len(active) == 1 and not (self.disable_adapters or self.merged):
@@ -252,18 +260,18 @@ class _DeferringTokens(_DeferringHead):
 
 
 @functools.cache
-def _deferring(kind: Any) -> Any:
+def _deferring(kind: type) -> type:
     """Return the subclass of `kind` that defers its logits."""
     mixin = _DeferringTokens if hasattr(kind, "get_merged_weights") else _DeferringHead
     return type(f"Deferring{kind.__name__}", (mixin, kind), {"xent_plain": kind})
 
 
-def _new(kind: type) -> Any:
+def _new(kind: type) -> Head:
     """Return an empty head for unpickling."""
     return object.__new__(_deferring(kind))
 
 
-def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
+def _deferred(head: Head, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return deferred logits, or None if this call must compute its logits."""
     history, compiling = getattr(head, "xent_history", None), torch.compiler.is_compiling()
     if history is None:
@@ -312,7 +320,7 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
+def _why_computed(head: Head, input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return why this call must compute its logits, or None if it can defer them.
 
     Logits are deferred for plain tensors, if no hook needs the head's output. Without gradients they are not deferred
@@ -346,7 +354,7 @@ def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
     return None
 
 
-def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
+def _why_computed_in_shards(head: Head, input: Tensor, weight: "DTensor") -> str | None:
     """Return why a head whose weight is a DTensor cannot defer its logits, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile defers no logits with classes in shards"
@@ -367,13 +375,13 @@ def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
     return None
 
 
-def _is_of_plan(forward: Any) -> bool:
+def _is_of_plan(forward: object) -> bool:
     """Whether a forward was installed by transformers' tensor parallelism."""
     is_theirs = str(getattr(forward, "__module__", "")).startswith("transformers.")
     return is_theirs and "install_forward.<locals>.tp_forward" in repr(forward)
 
 
-def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
+def _caller(head: Head, weight: Tensor) -> Callable[..., Tensor] | None:
     """Return what calls the head so that its weight is gathered, if it may be gathered only for that."""
     if torch.compiler.is_compiling():
         return None
@@ -390,7 +398,7 @@ def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
     return None
 
 
-def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Any:
+def _gathered(head: Head, input: Tensor, task: Callable[..., Tensor]) -> Any:
     """Return the result of the head's forward, with the weights of its FSDP2 group."""
     head.unshard()
     try:
@@ -399,9 +407,9 @@ def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Any:
         head.reshard()
 
 
-def find_owner(model: nn.Module) -> Any:
+def find_owner(model: nn.Module) -> Owner:
     """Return the transformers or PEFT model inside of wrappers; raise ValueError if there is none."""
-    owner: Any = model
+    owner: Owner = model
     while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
         owner = owner.module  # a wrapper such as DistributedDataParallel
     if not hasattr(owner, "get_output_embeddings"):
@@ -412,13 +420,13 @@ def find_owner(model: nn.Module) -> Any:
     return owner
 
 
-def find_heads(owner: Any) -> list[nn.Module]:
+def find_heads(owner: Owner) -> list[nn.Module]:
     """Return the linear layers that compute the model's logits; raise ValueError if there are none.
 
     With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
     """
     head = owner.get_output_embeddings()
-    linears: list[Any] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
+    linears: list[Head] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
     if not linears:
         causal = getattr(owner, "loss_type", None) == "ForCausalLM"
         raise ValueError(
@@ -451,7 +459,7 @@ _CAUSAL = (
 )
 
 
-def defer_logits(head: Any, history: Any) -> bool:
+def defer_logits(head: Any, history: History) -> bool:
     """Make a head defer its logits; return whether this changed the head."""
     _watch(head)
     if _is_of_plan(vars(head).get("forward")):
@@ -475,7 +483,7 @@ def _restore_head(head: Any) -> None:
         _set_class(head, kind)
 
 
-def _set_class(head: Any, kind: type) -> None:
+def _set_class(head: Head, kind: type) -> None:
     """Set the head's class, and bind its forward again where an attribute, such as one of accelerate's, holds it."""
     for name, value in vars(head).items():
         if getattr(value, "__func__", None) is type(head).forward:
