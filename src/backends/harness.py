@@ -46,7 +46,7 @@ class Harness(Generic[Array]):
     def passed(self) -> None:
         """Record that every case of a full check has passed on this device, where "auto" depends on it."""
 
-    def array(self, values: ArrayLike, dtype: str | None = None) -> Array:
+    def array(self, data: ArrayLike, dtype: str | None = None) -> Array:
         """Return a NumPy array as the framework's array on the device, as `dtype` if given."""
         raise NotImplementedError
 
@@ -75,8 +75,8 @@ class Harness(Generic[Array]):
         """Whether an array has a float dtype."""
         raise NotImplementedError
 
-    def picked(self, values: Operand, ids: Operand) -> Operand:
-        """Return the values (..., V) at integer ids (..., K)."""
+    def picked(self, array: Operand, ids: Operand) -> Operand:
+        """Return the elements of an array (..., V) at integer ids (..., K)."""
         raise NotImplementedError
 
     def log_softmax(self, x: Operand) -> tuple[Operand, Operand]:

@@ -76,7 +76,7 @@ class MetalSteps(PortableSteps):
             results["truth"] = probabilities(self.facts.rows(index)).argmax(-1)
         self.record(results, index)
 
-    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Any:
         """Return the saved values by name, (R,) each: this is called in backward passes only."""
         return {name: sums[0, place] for name, place in self._places.items()}
 

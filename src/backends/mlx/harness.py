@@ -28,12 +28,12 @@ class MlxHarness(Harness[mx.array]):
         self.dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")[self.device != "cpu" :]
         self.kernels: tuple[str, ...] = ("MLX's own operations",)
 
-    def array(self, values: ArrayLike, dtype: str | None = None) -> mx.array:
+    def array(self, data: ArrayLike, dtype: str | None = None) -> mx.array:
         """Return a NumPy array as an MLX array."""
-        values = np.asarray(values)
-        named = str(values.dtype)
+        data = np.asarray(data)
+        named = str(data.dtype)
         own = {"bool": "bool_", "complex128": "complex64"}.get(named, named)
-        return mx.array(values, dtype=getattr(mx, dtype or own))
+        return mx.array(data, dtype=getattr(mx, dtype or own))
 
     def numpy(self, array: mx.array) -> NDArray[Any]:
         """Return an MLX array as a NumPy array, floats as float64."""
@@ -71,9 +71,9 @@ class MlxHarness(Harness[mx.array]):
         """Whether an array has a float dtype."""
         return mx.issubdtype(array.dtype, mx.floating)
 
-    def picked(self, values: mx.array, ids: mx.array) -> mx.array:
+    def picked(self, array: mx.array, ids: mx.array) -> mx.array:
         """Return the values at some ids."""
-        return mx.take_along_axis(values, ids, -1)
+        return mx.take_along_axis(array, ids, -1)
 
     def log_softmax(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return the normalizer, and x minus it. On NVIDIA GPUs some operations of MLX crash for empty arrays."""
