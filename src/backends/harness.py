@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["AnyHarness", "Harness"]
+__all__ = ["AnyHarness", "Harness", "Operand"]
 
 Array = TypeVar("Array")
 Operand = Any

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import mlx.core as mx
 
@@ -32,7 +32,11 @@ __all__ = ["guarded", "is_differentiated", "is_traced", "scaled", "with_gradient
 _Tree = TypeVar("_Tree")
 _Gradients = Callable[[dict[str, mx.array | None]], list[mx.array]]
 """Maps upstream gradients of outputs, by name, to gradients of inputs."""
+_Arrays = mx.array | Sequence[mx.array]
+"""What MLX passes for an argument or several, and takes for a result or several."""
 _Multiply = Callable[[mx.array, mx.array], mx.array]
+
+_Function = Callable[..., _Arrays]
 
 _PRIMITIVE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"', re.MULTILINE)
 _INPUT = re.compile(r'^"([^"]*)" -> (\d+)$', re.MULTILINE)
@@ -72,7 +76,7 @@ def _guard() -> Any:
     return _custom(lambda *same: list(same))
 
 
-def _custom(function: Callable[..., Any], vjp: Any = None, jvp: Any = None) -> Any:
+def _custom(function: _Function, vjp: _Function | None = None, jvp: _Function | None = None) -> Any:
     """Return a function for MLX to transform with `vjp` alone, unless `jvp` raises another error."""
     custom: Any = mx.custom_function(function)
     if vjp is not None:
@@ -103,7 +107,7 @@ def with_gradients(
     only if something needs them.
     """
 
-    def vjp(primals: Any, upstream: Any, _: Any) -> Any:
+    def vjp(primals: _Arrays, upstream: _Arrays, _: object) -> _Arrays:
         arrays, upstreams = _as_list(primals), _as_list(upstream)
         known = [_is_everywhere(grad, name == "loss") for name, grad in zip(outputs, upstreams, strict=True)]
         constant = [None if skips else guarded(grad) for skips, grad in zip(known, upstreams, strict=True)]
@@ -113,8 +117,8 @@ def with_gradients(
     return dict(zip(outputs, _as_list(results), strict=True))
 
 
-def _as_list(arrays: Any) -> list[mx.array]:
-    return list(arrays) if isinstance(arrays, (tuple, list)) else [arrays]
+def _as_list(arrays: _Arrays) -> list[mx.array]:
+    return [arrays] if isinstance(arrays, mx.array) else list(arrays)
 
 
 def scaled(grad: mx.array, factor: mx.array | None, dtype: mx.Dtype) -> mx.array:
@@ -136,7 +140,7 @@ def _multiply_as(dtype: mx.Dtype, device: str) -> _Multiply:
     return multiply if device == "cpu" else cast(_Multiply, mx.compile(multiply, shapeless=True))
 
 
-def _first_order(gradients: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
+def _first_order(gradients: list[mx.array], sources: list[mx.array]) -> _Arrays:
     """Return the gradients; differentiating them with respect to any of `sources` raises."""
     refuse = _refuse(RuntimeError, _NO_SECOND)
     # One function per gradient, so that MLX does not evaluate all gradients if only one is needed.
@@ -144,8 +148,8 @@ def _first_order(gradients: list[mx.array], sources: list[mx.array]) -> tuple[mx
     return tuple(guarded) if len(guarded) > 1 else guarded[0]
 
 
-def _refuse(error: type[Exception], message: str) -> Callable[..., Any]:
-    def refuse(*_: Any) -> Any:
+def _refuse(error: type[Exception], message: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object) -> NoReturn:
         raise error(message)
 
     return refuse

@@ -103,7 +103,7 @@ class Case:
             keywords |= {"shift": self.shift, "workspace": self.workspace}
         return keywords | {"stats": self.stats}
 
-    def found_in(self, returned: Any) -> Named:
+    def results_in(self, returned: Any) -> Named:
         """Return the values of `results` by name, from the return value of the call."""
         parts = returned if isinstance(returned, tuple) else (returned,)
         results = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import xent
-from xent.backends.harness import AnyHarness
+from xent.backends.harness import AnyHarness, Operand
 from xent.backends.protocol import Backend
 from xent.backends.reference import gradients
 from xent.command.check.case import LOSSES, Array, Case, Inputs, Named, make_inputs, mapped, placed
@@ -40,6 +40,9 @@ _MOST_OF_A_DRAW = 2
 _NOTHING = 1e-30
 _ROUNDING = {"float16": 2 * 2.0**-10, "bfloat16": 2 * 2.0**-7, "float32": 2 * 2.0**-23, "float64": 64 * 2.0**-52}
 """Units in the last place that are allowed: in float64 for the rounding errors of the backend and of the reference."""
+
+
+Operands = tuple[Operand, ...]
 
 
 @dataclass(frozen=True)
@@ -143,31 +146,31 @@ def results_of_case(
     grads = {name: harness.array(grad, wide) for name, grad in drawn.items() if grad is not None}
     upstream = tuple(map(grads.get, case.results))
 
-    def logits_of(*operands: Any) -> Any:
+    def logits_of(*operands: Operand) -> Operand:
         return harness.linear(*(*operands, None)[:3]) if case.is_linear else operands[0]
 
-    def rows_of(logits: Any, target: Any = target) -> tuple[Any, ...]:
+    def rows_of(logits: Operand, target: Operand = target) -> Operands:
         return _unfused(harness, case, inputs, logits, target)
 
-    def unfused(*operands: Any) -> tuple[Any, ...]:
+    def unfused(*operands: Operand) -> Operands:
         return rows_of(logits_of(*operands[:count]), *operands[count:])
 
-    def fused(*operands: Any) -> tuple[Any, ...]:
+    def fused(*operands: Operand) -> Operands:
         named = dict(zip(arrays, operands, strict=True))
         returned = getattr(xent, case.function)(**named, **options, **case.keywords, backend=backend.name)
-        return tuple(case.found_in(returned)[name] for name in case.results)
+        return tuple(case.results_in(returned)[name] for name in case.results)
 
-    def cast(array: Any, dtype: str) -> Any:
+    def cast(array: Operand, dtype: str) -> Operand:
         return harness.array(harness.numpy(array), dtype)
 
-    def exact() -> tuple[Any, list[Any]]:
+    def exact() -> tuple[Operands, list[Operand]]:
         """Compute with logits in the dtype `wide`. Their gradient is rounded to the case's dtype."""
         wide_leaves = tuple(cast(array, wide) for array in leaves)
         results, (grad,) = harness.gradients(rows_of, (logits_of(*wide_leaves),), upstream)
         _, gradients = harness.gradients(logits_of, wide_leaves, cast(cast(grad, case.dtype), wide))
         return results, [cast(gradient, case.dtype) for gradient in gradients]
 
-    def named(outputs: tuple[Any, list[Any]]) -> Named:
+    def named(outputs: tuple[Operands, list[Operand]]) -> Named:
         results, gradients = outputs
         return dict(zip((*case.results, *arrays), map(harness.numpy, (*results, *gradients)), strict=True))
 
@@ -190,7 +193,7 @@ def _reference(case: Case, arrays: Named, options: Named, upstream: Named) -> tu
     Return results and sizes.
     """
     returned = getattr(xent, case.function)(**arrays, **options, **case.keywords, backend="numpy")
-    truth = {name: np.asarray(value) for name, value in case.found_in(returned).items()}
+    truth = {name: np.asarray(value) for name, value in case.results_in(returned).items()}
     call, sign = call_of(case, arrays, options), -1 if case.function.endswith("log_probs") else 1
     nothing = np.zeros(truth[case.results[0]].shape)
     sizes: Named = {}
@@ -215,14 +218,14 @@ def _gradients(call: Call, upstream: Array, others: Named, names: Collection[str
     return {name: by_name[name] for name in names}
 
 
-def _unfused(harness: AnyHarness, case: Case, inputs: Inputs, logits: Any, target: Any) -> tuple[Any, ...]:
+def _unfused(harness: AnyHarness, case: Case, inputs: Inputs, logits: Operand, target: Operand) -> Operands:
     """Compute the results of a case in unfused operations on logits. `target` is that of `inputs` on the device.
 
     With a shift, targets and options move: those of t + shift to row t. The last rows have none, and have weight 0.
     """
     options, results, ignored = dict(inputs.options), {}, np.zeros(case.rows, bool)
 
-    def moved(array: Any) -> Any:
+    def moved(array: Array) -> Array:
         return np.roll(array, -case.shift, len(case.rows) - 1) if case.shift else array
 
     if case.shift:

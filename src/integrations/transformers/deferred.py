@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ from torch.utils._pytree import tree_map_only
 from xent.backends.torch import private
 from xent.integrations.patch import inner
 from xent.integrations.transformers.history import looks, note
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "KNOWN",
@@ -156,7 +153,7 @@ def local(weight: Tensor) -> Tensor:
     return shard  # type: ignore[no-any-return]
 
 
-def in_shards(tensor: object) -> "TypeGuard[DTensor]":
+def in_shards(tensor: object) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 

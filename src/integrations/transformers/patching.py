@@ -14,7 +14,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,6 @@ from xent.integrations.transformers.deferred import (
 )
 from xent.integrations.transformers.history import History, begin_call
 from xent.integrations.trl import WITHOUT_PATCH, computes_with
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "defer_logits",
@@ -354,7 +351,7 @@ def _why_computed(head: Head, input: Tensor, weight: Tensor, bias: Tensor | None
     return None
 
 
-def _why_computed_in_shards(head: Head, input: Tensor, weight: "DTensor") -> str | None:
+def _why_computed_in_shards(head: Head, input: Tensor, weight: Any) -> str | None:
     """Return why a head whose weight is a DTensor cannot defer its logits, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile defers no logits with classes in shards"

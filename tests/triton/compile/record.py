@@ -159,7 +159,7 @@ def _call(case: Case, **shards: Any) -> None:
 
     def call() -> dict[str, Any]:
         found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **shards, backend="triton")
-        return case.found_in(found)
+        return case.results_in(found)
 
     if case.alone:
         call()
