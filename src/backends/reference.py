@@ -184,7 +184,7 @@ class _RowFormulas:
         """(N, V): the mask of the classes that are not in each row's support, or None."""
         self.q = np.zeros((count, vocabulary))
         if isinstance(target, Probabilities):
-            self.q = _float64(moved(np.moveaxis(np.asarray(target.values), _axis(call.source), -1)))
+            self.q = _float64(moved(np.moveaxis(np.asarray(target.probs), _axis(call.source), -1)))
         elif isinstance(target, Dense | TopK):
             self.ignored = self.ignored | (weight == 0)
         else:

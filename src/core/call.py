@@ -99,9 +99,9 @@ class Allowed(NamedTuple):
 class Probabilities(NamedTuple):
     """Class probabilities, with the shape of the logits; (..., V) in a prepared call, with the same leading axes."""
 
-    values: Array
+    probs: Array
     order: Array = None
-    """(N,) int64, only in a prepared call: the row of `values` that each row has, -1 for a row without a target.
+    """(N,) int64, only in a prepared call: the row of `probs` that each row has, -1 for a row without a target.
     None if row i has row i."""
 
 

@@ -168,7 +168,7 @@ def have_same_rows(call: Call) -> bool:
     if isinstance(target, Classes):
         alike = target.ids.shape == rows
     elif isinstance(target, Probabilities):
-        alike = target.values.shape == whole if whole is not None else target.values.shape[:-1] == rows
+        alike = target.probs.shape == whole if whole is not None else target.probs.shape[:-1] == rows
     elif isinstance(target, Allowed):
         alike = target.ids.shape == rows and target.offsets.shape[0] == math.prod(rows) + 1
     elif isinstance(target, TopK):

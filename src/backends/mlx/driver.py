@@ -36,7 +36,7 @@ def run(call: Call, kernel: RowKernel) -> tuple[mx.array, Stats]:
     """
     call = aligned(folded(call))
     leaves, target, shape = _leaves(call), call.target, tuple(array_of(call).shape[:-1])
-    inputs = [*leaves.values(), *([target.values] if isinstance(target, Probabilities) else [])]
+    inputs = [*leaves.values(), *([target.probs] if isinstance(target, Probabilities) else [])]
     if 0 in shape:
         return _of_no_rows(inputs, call.options, shape)
     rows = _PartLoop(call, kernel, "weight" in leaves and is_differentiated(leaves["weight"]))
@@ -58,7 +58,7 @@ def run(call: Call, kernel: RowKernel) -> tuple[mx.array, Stats]:
                 computed |= rows.backward(current, names)
         grads = [scaled(computed.pop(name), factor, array.dtype).reshape(array.shape) for name, array in leaves.items()]
         if isinstance(target, Probabilities):
-            grads.append(scaled(rows.of_target(current, target.values), factor, target.values.dtype))
+            grads.append(scaled(rows.of_target(current, target.probs), factor, target.probs.dtype))
         return grads
 
     named = {"loss": _reduced(results["loss"], facts)} | _statistics(results, facts)

@@ -47,7 +47,7 @@ def aligned(call: Call) -> Call:
     """
     source, target = call.source, call.target
     if isinstance(target, Probabilities) and isinstance(source, Given):
-        target = target._replace(values=mx.moveaxis(target.values, source.axis, -1))
+        target = target._replace(probs=mx.moveaxis(target.probs, source.axis, -1))
     elif isinstance(target, Dense):
         target = _restricted(target._replace(source=_aligned(target.source, "teacher.")))
     return call._replace(source=_aligned(source, "linear_"), target=target)
@@ -115,8 +115,8 @@ def gather_facts(call: Call) -> Facts:
             invalid = invalid | (broken & ~ignored)
             fields["sets"] = mx.stack([target.begin, target.end], axis=-1)
     elif isinstance(target, Probabilities):
-        target = Probabilities(target.values.reshape(-1, vocabulary))
-        fields["probabilities"] = target.values
+        target = Probabilities(target.probs.reshape(-1, vocabulary))
+        fields["probabilities"] = target.probs
         if any(shifts) or options.heads is not None:
             fields["order"] = order = each(mx.arange(math.prod(shape)).reshape(shape), -1)
             ignored = order < 0
