@@ -25,13 +25,13 @@ _LIBRARIES = ("numpy", "torch", "triton", "mlx", "mlx-lm", "transformers", "trl"
 def environment() -> int:
     """Print versions, backends, fast paths and environment variables; return the exit status."""
     print(f"xent {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    found = []
+    installed = []
     for name in _LIBRARIES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            installed.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    print(", ".join(found) + "\n")
+    print(", ".join(installed) + "\n")
     for info in backends():
         state = "; ".join([info.reason or "available", *info.notes])
         print(f"{info.name:7} {info.framework:6} {', '.join(info.devices) or '-':8} {state}")

@@ -71,7 +71,7 @@ def results_of(
     def of_some(*some: Any) -> Any:
         given = dict(zip(chosen, some, strict=True))
         returned = call(*(given.get(number, array) for number, array in enumerate(arrays)))
-        return tuple(case.found_in(returned).values())
+        return tuple(case.results_in(returned).values())
 
     found, gradients = target.harness.gradients(
         of_some, tuple(arrays[number] for number in chosen), upstream_of(target, case, inputs)

@@ -87,8 +87,8 @@ def test_classes_on_another_axis(target: Target, options: str) -> None:
     inputs = make_inputs(case)
     call, (logits,) = call_of(target, case, inputs)
     moved, _ = call_of(target, case, inputs, axis=1)
-    found = case.found_in(moved(logits.swapaxes(1, 2)))
-    for name, one in case.found_in(call(logits)).items():
+    found = case.results_in(moved(logits.swapaxes(1, 2)))
+    for name, one in case.results_in(call(logits)).items():
         target.close(found[name], one, rtol=2e-6, atol=2e-6, equal_nan=False)
 
 

@@ -33,7 +33,7 @@ def test_inputs_are_never_written_to(target: Target, case: Case) -> None:
     before = [target.harness.numpy(array).copy() for array in placed]
     assert len(placed) > len(arrays)
     target.harness.gradients(
-        lambda *given: tuple(case.found_in(call(*given)).values()), arrays, upstream_of(target, case, inputs)
+        lambda *given: tuple(case.results_in(call(*given)).values()), arrays, upstream_of(target, case, inputs)
     )
     for array, values in zip(placed, before, strict=True):
         target.same(array, values)
@@ -88,7 +88,7 @@ def test_any_strides(target: Target, layout: str, case: Case) -> None:
     turned.__dict__["harness"] = Strided()
     call, arrays = call_of(turned, case, inputs)
     results, gradients = target.harness.gradients(
-        lambda *given: tuple(case.found_in(call(*given)).values()), arrays, upstream_of(turned, case, inputs)
+        lambda *given: tuple(case.results_in(call(*given)).values()), arrays, upstream_of(turned, case, inputs)
     )
     for found, expected in zip((*results, *gradients), results_of(target, case, inputs), strict=True):
         target.close(found, expected, rtol=2e-6, atol=1e-6, equal_nan=False)
@@ -114,7 +114,7 @@ def test_second_backward_gives_the_same_gradients(target: Target, case: Case) ->
     inputs = make_inputs(target.sized(case))
     call, arrays = call_of(target, case, inputs)
     leaves = [array.requires_grad_() for array in arrays]
-    found = tuple(case.found_in(call(*leaves)).values())
+    found = tuple(case.results_in(call(*leaves)).values())
     upstream = upstream_of(target, case, inputs)
     first, second = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -420,8 +420,8 @@ def test_shift_equals_slicing(target: Target, case: Case) -> None:
         moved = {name: target.arrays(values[:, shift:])[0] for name, values in rows.items()}
         if "support" in inputs.options:
             moved["support"] = of_rows(target, inputs.options["support"], np.arange(27).reshape(3, 9)[:, shift:])
-        shifted = case.found_in(call_of(target, case, inputs, shift=shift)[0](hidden, *rest))
-        sliced = case.found_in(call_of(target, case, inputs, **moved)[0](hidden[:, :kept], *rest))
+        shifted = case.results_in(call_of(target, case, inputs, shift=shift)[0](hidden, *rest))
+        sliced = case.results_in(call_of(target, case, inputs, **moved)[0](hidden[:, :kept], *rest))
         for name in case.results:
             found, expected = target.harness.numpy(shifted[name]), target.harness.numpy(sliced[name])
             if found.ndim:

@@ -59,7 +59,7 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
         returned = getattr(xent, case.function)(
             **{"target": inputs.target} | differentiable, **inputs.options, **case.keywords
         )
-        found = case.found_in(returned)
+        found = case.results_in(returned)
         # A target outside its support has an infinite result for all logits, and so no gradient.
         return sum(
             np.where(np.isfinite(found[name]), found[name], 0.0).ravel() @ np.ravel(upstream[name])

@@ -12,7 +12,7 @@ from typing import Any
 
 from xent.backends.protocol import Backend
 from xent.core.call import Call, framework_of, shown
-from xent.core.spec import BackendError, BackendInfo
+from xent.core.spec import Array, BackendError, BackendInfo
 
 __all__ = ["TABLE", "backends", "dtensors_of", "rank_named", "selected"]
 
@@ -85,7 +85,7 @@ def backends() -> list[BackendInfo]:
     return [load().info() for load in TABLE.values()]
 
 
-def selected(name: str, call: Call, array: Any, depth: int = 2) -> Backend:
+def selected(name: str, call: Call, array: Array, depth: int = 2) -> Backend:
     """Return the backend called `name`, or for "auto" the first that can serve a call on this array; else raise.
 
     `depth`: the number of functions between the public function and this one, which a warning skips.
@@ -122,10 +122,10 @@ def selected(name: str, call: Call, array: Any, depth: int = 2) -> Backend:
     title = f"backend {name!r}{origin}"
     if refusals:
         raise BackendError(f"{title} cannot serve this call: {refusals[0].removeprefix(f'{name}: ')}")
-    served = [takes for one, takes in TABLE if one == name]
+    served = [takes for candidate, takes in TABLE if candidate == name]
     if not served:
         raise BackendError(f"unknown {title}: it must be 'auto' or one of {_names()}")
-    others = " or ".join(repr(one) for one, takes in TABLE if takes == framework)
+    others = " or ".join(repr(candidate) for candidate, takes in TABLE if takes == framework)
     raise BackendError(
         f"{title} takes {' and '.join(served)} arrays and got {framework} arrays: use backend {others}, or 'auto'"
     )
@@ -135,7 +135,7 @@ def _names() -> str:
     return ", ".join(map(repr, dict.fromkeys(name for name, _ in TABLE)))
 
 
-def dtensors_of(array: Any, axis: Any, is_linear: bool) -> Any:
+def dtensors_of(array: Array, axis: Any, is_linear: bool) -> Any:
     """Return the function for DTensors if the classes of the array, on that axis, are in shards; otherwise None."""
     try:
         from xent.backends.torch.shards import dtensor
@@ -146,7 +146,7 @@ def dtensors_of(array: Any, axis: Any, is_linear: bool) -> Any:
     return dtensor.of_linear if is_linear else dtensor.of_logits
 
 
-def rank_named(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
+def rank_named(vocab_parallel: object, array: Array) -> AbstractContextManager[None]:
     """Return a context in which errors of a call with shards on this array name this rank."""
     if not hasattr(array, "requires_grad"):
         return nullcontext()

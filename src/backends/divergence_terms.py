@@ -11,13 +11,14 @@ common to all u of a row, enters only squared. So close distributions lose no pr
 from typing import Any
 
 from xent.core.call import Options
+from xent.core.spec import Array
 
 __all__ = ["divergence_terms"]
 
 
 def divergence_terms(
-    ops: Any, options: Options, p: Any, q: Any, log_p: Any, log_q: Any
-) -> tuple[Any, Any | None, float]:
+    ops: Any, options: Options, p: Array, q: Array, log_p: Array, log_q: Array
+) -> tuple[Array, Array | None, float]:
     """Return the terms of the divergence per class, and v and f: dl/dx_c = f p_c (sum_k p_k v_k - v_c).
 
     `ops`: the module of the framework. The logarithms may both lack one number. v is None where dl/dx_c is p_c - q_c.
@@ -39,7 +40,7 @@ def divergence_terms(
     return beta * _gaps(ops, q, m, from_q) + (1 - beta) * _gaps(ops, p, m, from_p), from_p, 1 - beta
 
 
-def _gaps(ops: Any, w: Any, o: Any, u: Any) -> Any:
+def _gaps(ops: Any, w: Array, o: Array, u: Array) -> Array:
     """Return w (e^u - 1 - u) for o = w e^u, computed as o - w - w u if e^u is large; o where w is 0."""
     near = ops.clip(u, None, 1)
     gap = ops.where(u > 1, o - w - w * u, w * ops.clip(ops.expm1(near) - near, 0, None))

@@ -9,7 +9,7 @@ from xent.backends import dtensors_of, rank_named, selected
 from xent.core.call import Largest, Options, framework_of
 from xent.core.describe import describe_top_k
 from xent.core.signature import FUNCTIONS, Function
-from xent.core.spec import Stats, TopKTeacher
+from xent.core.spec import Array, Stats, TopKTeacher
 
 __all__ = ["evaluate"]
 
@@ -38,25 +38,25 @@ def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
         if cut is not None:
             return cut(function.call, *map(named.pop, sources), named)
     defaults = zip(function.names, function.defaults, strict=True)
-    call = function.describe(named, [one for one, default in defaults if named[one] is not default])
+    call = function.describe(named, [name for name, default in defaults if named[name] is not default])
     backend = selected(named["backend"], call, arguments[0])
     if isinstance(call.target, Largest):
         return TopKTeacher(*backend.top_k(call))
     return _returned(call.options, *backend.run(call))
 
 
-def _returned(options: Options, loss: Any, stats: Stats) -> Any:
+def _returned(options: Options, loss: Array, stats: Stats) -> Any:
     """Return the results of a function in the form that it returns."""
-    asked = options.stats
+    requested = options.stats
     if not options.accuracy_of_rows:
-        return (loss, stats) if asked else loss
+        return (loss, stats) if requested else loss
     log_probs = 0 - loss
-    if not asked:
+    if not requested:
         return log_probs
     results = [log_probs]
-    if "entropy" in asked:
+    if "entropy" in requested:
         results.append(stats.entropy)
-    others = {name: getattr(stats, name) for name in asked if name != "entropy"}
+    others = {name: getattr(stats, name) for name in requested if name != "entropy"}
     if others:
         results.append(Stats(**others))
     return tuple(results)

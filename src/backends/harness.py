@@ -8,9 +8,11 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Harness"]
+__all__ = ["AnyHarness", "Harness", "Operand"]
 
 Array = TypeVar("Array")
+Operand = Any
+"""An array of the framework, with the operations and methods that PyTorch's and MLX's arrays share."""
 
 
 class Harness(Generic[Array]):
@@ -44,7 +46,7 @@ class Harness(Generic[Array]):
     def passed(self) -> None:
         """Record that every case of a full check has passed on this device, where "auto" depends on it."""
 
-    def array(self, values: ArrayLike, dtype: str | None = None) -> Array:
+    def array(self, data: ArrayLike, dtype: str | None = None) -> Array:
         """Return a NumPy array as the framework's array on the device, as `dtype` if given."""
         raise NotImplementedError
 
@@ -53,8 +55,8 @@ class Harness(Generic[Array]):
         raise NotImplementedError
 
     def gradients(
-        self, function: Callable[..., Any], inputs: tuple[Array, ...], upstream: Any
-    ) -> tuple[Any, list[Array]]:
+        self, function: Callable[..., Any], inputs: tuple[Array, ...], upstream: Operand
+    ) -> tuple[Operand, list[Array]]:
         """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (None: ones).
 
         If the function returns a tuple, `upstream` is a tuple too, with None for results without upstream gradient.
@@ -65,23 +67,23 @@ class Harness(Generic[Array]):
         """Return the logits (..., V) of the unfused computation."""
         raise NotImplementedError
 
-    def cast(self, array: Any, dtype: Any) -> Any:
+    def cast(self, array: Operand, dtype: Any) -> Operand:
         """Return an array as another dtype of the framework; None for float32, or float64 if it is that."""
         raise NotImplementedError
 
-    def is_float(self, array: Any) -> bool:
+    def is_float(self, array: Operand) -> bool:
         """Whether an array has a float dtype."""
         raise NotImplementedError
 
-    def picked(self, values: Any, ids: Any) -> Any:
-        """Return the values (..., V) at integer ids (..., K)."""
+    def picked(self, array: Operand, ids: Operand) -> Operand:
+        """Return the elements of an array (..., V) at integer ids (..., K)."""
         raise NotImplementedError
 
-    def log_softmax(self, x: Any) -> tuple[Any, Any]:
+    def log_softmax(self, x: Operand) -> tuple[Operand, Operand]:
         """Return the logarithm of the sum of exponentials (...) of x (..., V), and x minus it."""
         raise NotImplementedError
 
-    def row_losses(self, x: Any, target: Any, weight: Any, ignored: Any, smoothing: float) -> Any:
+    def row_losses(self, x: Operand, target: Operand, weight: Operand, ignored: Operand, smoothing: float) -> Operand:
         """Return the cross entropy (N,) of x (N, V), with class weights; any value in `ignored` rows."""
         raise NotImplementedError
 
@@ -98,27 +100,27 @@ class Harness(Generic[Array]):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         sample_weight: Array | None = None,
-        normalizer: Any = None,
+        normalizer: Operand = None,
     ) -> Array:
         """Compute the loss from (..., V) logits, as careful training scripts do."""
-        x, y, given = self._activated(logits, softcap, logit_scale), cast(Any, target), cast(Any, weight)
+        x, y, class_weight = self._activated(logits, softcap, logit_scale), cast(Operand, target), cast(Operand, weight)
         shape = x.shape[:-1]
         x = x.reshape(math.prod(shape), x.shape[-1])
         ones = self.ops.ones_like(x[:, 0])
-        given = None if given is None else self.cast(given, x.dtype)
+        class_weight = None if class_weight is None else self.cast(class_weight, x.dtype)
         if self.is_float(y):
             y, ignored, row_weight = self.cast(y.reshape(x.shape), x.dtype), ones == 0, ones
         else:
             y = self.cast(y.reshape(-1), self.ops.int64)
             ignored = y == ignore_index
             y = self.ops.where(ignored, 0, y)
-            row_weight = ones if given is None else given[y]
-        rows = self.row_losses(x, y, given, ignored, label_smoothing)
+            row_weight = ones if class_weight is None else class_weight[y]
+        rows = self.row_losses(x, y, class_weight, ignored, label_smoothing)
         rows = rows + z_loss * self.ops.square(self.log_softmax(x)[0])
-        a = ones if sample_weight is None else self.cast(cast(Any, sample_weight).reshape(-1), x.dtype)
+        a = ones if sample_weight is None else self.cast(cast(Operand, sample_weight).reshape(-1), x.dtype)
         a = self.ops.where(ignored, 0, a)
-        found = self._reduced(rows, a, a * row_weight, reduction, normalizer)
-        return cast(Array, found.reshape(shape) if reduction == "none" else found)
+        loss = self._reduced(rows, a, a * row_weight, reduction, normalizer)
+        return cast(Array, loss.reshape(shape) if reduction == "none" else loss)
 
     def unfused_divergence(
         self,
@@ -165,9 +167,9 @@ class Harness(Generic[Array]):
 
         `target` has class indices or class probabilities; `allowed` (..., V) is the mask of each row's support.
         """
-        where, x, y = self.ops.where, self._activated(logits, softcap, logit_scale), cast(Any, target)
+        where, x, y = self.ops.where, self._activated(logits, softcap, logit_scale), cast(Operand, target)
         if temperature is not None:
-            x = x / cast(Any, temperature)[..., None]
+            x = x / cast(Operand, temperature)[..., None]
         if allowed is not None:
             x = where(allowed, x, -math.inf)
         lse, log_p = self.log_softmax(x)
@@ -180,7 +182,7 @@ class Harness(Generic[Array]):
         rows = {"lse": lse, "nll": nll, "entropy": -(self.ops.exp(log_p) * finite).sum(-1)}
         return {name: where(ignored, 0, row) for name, row in rows.items()}
 
-    def _reduced(self, rows: Any, a: Any, parts: Any, reduction: str, normalizer: Any) -> Any:
+    def _reduced(self, rows: Operand, a: Operand, parts: Operand, reduction: str, normalizer: Operand) -> Operand:
         """Reduce rows with weights `a`. Without a normalizer, the mean divides by the sum of `parts`."""
         rows = self.ops.where(a == 0, 0, a * rows)
         if reduction == "none":
@@ -190,11 +192,11 @@ class Harness(Generic[Array]):
         divisor = parts.sum() if normalizer is None else normalizer
         return rows.sum() / divisor if float(divisor) else rows.sum() * 0
 
-    def _activated(self, z: Any, softcap: float | None, scale: float) -> Any:
+    def _activated(self, z: Operand, softcap: float | None, scale: float) -> Operand:
         x = self.cast(z, None) * scale
         return x if softcap is None else softcap * self.ops.tanh(x / softcap)
 
-    def _between(self, log_p: Any, log_q: Any, kind: str, beta: float) -> Any:
+    def _between(self, log_p: Operand, log_q: Operand, kind: str, beta: float) -> Operand:
         p, q = self.ops.exp(log_p), self.ops.exp(log_q)
         if kind == "tv":
             return self.ops.abs(p - q).sum(-1) / 2
@@ -205,7 +207,7 @@ class Harness(Generic[Array]):
         log_m = self.ops.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
         return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 
-    def _from_top_k(self, log_p: Any, ids: Any, log_q: Any, tail: str, kind: str) -> Any:
+    def _from_top_k(self, log_p: Operand, ids: Operand, log_q: Operand, tail: str, kind: str) -> Operand:
         ops, known = self.ops, log_q != -math.inf
         if tail == "renormalize":
             log_q = self.log_softmax(log_q)[1]
@@ -222,6 +224,10 @@ class Harness(Generic[Array]):
         if kind == "tv":
             apart = ops.where(known, ops.exp(log_p_k), 0) - q
             return (ops.abs(apart).sum(-1) + ops.abs(p_left - (mass if tail == "bucket" else 0))) / 2
-        some = (mass > 0) & (p_left > 0)
-        rest = ops.log(ops.clip(mass, 1e-30, None)) - ops.log(ops.where(some, p_left, 1))
-        return rows + ops.where(some, mass * rest, 0)
+        has_rest = (mass > 0) & (p_left > 0)
+        rest = ops.log(ops.clip(mass, 1e-30, None)) - ops.log(ops.where(has_rest, p_left, 1))
+        return rows + ops.where(has_rest, mass * rest, 0)
+
+
+AnyHarness = Harness[Any]
+"""The harness of some framework."""

@@ -33,11 +33,11 @@ A device gives its steps to its framework's driver.
   `xent.backends.mlx.kernels`.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from xent.backends.harness import Harness
+from xent.backends.harness import AnyHarness
 from xent.core.call import Call
-from xent.core.spec import BackendInfo, Stats
+from xent.core.spec import Array, BackendInfo, Stats
 
 __all__ = ["Backend"]
 
@@ -65,11 +65,11 @@ class Backend(Protocol):
     def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be served, and what could serve it; None if it can be served."""
 
-    def run(self, call: Call) -> tuple[Any, Stats]:
+    def run(self, call: Call) -> tuple[Array, Stats]:
         """Return the loss, an array of the call's framework, and the statistics that `call.options.stats` names."""
 
-    def top_k(self, call: Call) -> tuple[Any, Any]:
+    def top_k(self, call: Call) -> tuple[Array, Array]:
         """Return ids and log-probabilities (..., K) of a call whose target is a `xent.core.call.Largest`."""
 
-    def harness(self, device: str | None = None) -> Harness[Any]:
+    def harness(self, device: str | None = None) -> AnyHarness:
         """Return the harness of the gradient checks, for `device` or by default the best available device."""

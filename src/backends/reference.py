@@ -4,10 +4,11 @@ It is written to be compared with the formulas, not to be fast. As backend "nump
 no autograd). `gradients` returns the analytic gradients, which tests verify by finite differences.
 """
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from xent.backends.reference_divergence import Array, between, expectation, from_top_k
 from xent.core.call import (
@@ -23,11 +24,12 @@ from xent.core.call import (
     TopK,
     folded,
 )
-from xent.core.spec import ROW_STATS, BackendInfo, Stats
+from xent.core.spec import ROW_STATS, BackendInfo, Scalar, Stats
 from xent.core.validate import check_support, check_targets, check_temperature
 
 __all__ = ["BACKEND", "Reference", "gradients"]
 
+_Results = tuple[Array | np.float64, Stats]
 _quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")
 """Rows without a loss may hold any numbers."""
 
@@ -51,15 +53,15 @@ class Reference:
         return None
 
     @_quiet
-    def run(self, call: Call) -> tuple[Any, Stats]:
+    def run(self, call: Call) -> _Results:
         """Return loss and statistics as float64."""
         if call.options.heads is not None:
-            return _combined(call, [self.run(one) for one in _apart(call)])
-        rows = _Rows(call)
+            return _combined(call, [self.run(head_call) for head_call in _apart(call)])
+        rows = _RowFormulas(call)
         return rows.reduced(rows.loss), rows.stats()
 
     @_quiet
-    def top_k(self, call: Call) -> tuple[Any, Any]:
+    def top_k(self, call: Call) -> tuple[Array, Array]:
         """Return ids and float64 log-probabilities (..., K), most probable first."""
         call, z = folded(call), _raw(call.source)
         assert isinstance(call.target, Largest)
@@ -81,7 +83,7 @@ BACKEND = Reference()
 
 
 @_quiet
-def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array]:
+def gradients(call: Call, upstream: ArrayLike = 1.0, **others: Array) -> dict[str, Array]:
     """Return the gradients by argument: "logits", or "input", "linear_weight" and "linear_bias" (given or not).
 
     Class probabilities have one as "target". `upstream` is the upstream gradient of the loss; `others` are those of
@@ -89,29 +91,29 @@ def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array
     """
     source, target, options = call.source, call.target, call.options
     if options.heads is not None:
-        upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
+        upstreams = np.asarray(upstream) * (1 if options.reduction == "none" else np.asarray(_factors(options)))
         parts = [
-            gradients(one, upstream_of_head, **{name: given[head] for name, given in others.items()})
-            for head, (one, upstream_of_head) in enumerate(zip(_apart(call), upstreams, strict=True))
+            gradients(head_call, upstream_of_head, **{name: per_head[head] for name, per_head in others.items()})
+            for head, (head_call, upstream_of_head) in enumerate(zip(_apart(call), upstreams, strict=True))
         ]
         stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
-        return {name: values if name == "input" else values.sum(0) for name, values in stacked.items()}
-    rows = _Rows(call)
+        return {name: stack if name == "input" else stack.sum(0) for name, stack in stacked.items()}
+    rows = _RowFormulas(call)
     grad = rows.gradient(upstream, others)
     if isinstance(source, Given):
-        found = {"logits": grad}
+        grads = {"logits": grad}
     else:
         hidden, weight = _float64(source.input), _float64(source.weight)
         # Rows without a gradient contribute nothing, even if their hidden states are NaN.
         flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
-        found = {"input": (grad @ weight).reshape(hidden.shape), "linear_weight": grad.T @ flat}
-        found["linear_bias"] = grad.sum(0)
+        grads = {"input": (grad @ weight).reshape(hidden.shape), "linear_weight": grad.T @ flat}
+        grads["linear_bias"] = grad.sum(0)
     if isinstance(target, Probabilities):
         # The last rows of a sequence, which have no target, have no gradient either.
-        found["target"] = np.roll(rows.target_gradient(upstream, others.get("nll")), options.shift, 0)
-    for name in found.keys() & {"logits", "target"}:
-        found[name] = np.moveaxis(found[name].reshape(*rows.shape, rows.p.shape[-1]), -1, _axis(source))
-    return found
+        grads["target"] = np.roll(rows.target_gradient(upstream, others.get("nll")), options.shift, 0)
+    for name in grads.keys() & {"logits", "target"}:
+        grads[name] = np.moveaxis(grads[name].reshape(*rows.shape, rows.p.shape[-1]), -1, _axis(source))
+    return grads
 
 
 def _apart(call: Call) -> list[Call]:
@@ -131,29 +133,29 @@ def _apart(call: Call) -> list[Call]:
     ]
 
 
-def _factors(options: Options) -> Sequence[Any]:
+def _factors(options: Options) -> Sequence[Scalar]:
     """Return the factor of each head's reduced loss, of which the loss is the sum."""
     return options.head_weight or (1,) * (options.heads or 1)
 
 
-def _combined(call: Call, parts: Sequence[tuple[Any, Stats]]) -> tuple[Any, Stats]:
+def _combined(call: Call, parts: Sequence[_Results]) -> _Results:
     """Combine the losses and statistics of one call per head."""
     losses, stats = zip(*parts, strict=True)
     each_row, weights = call.options.reduction == "none", np.asarray(_factors(call.options))
-    found: dict[str, Any] = {}
+    combined: dict[str, Array] = {}
     for name in call.options.stats:
-        values = np.stack([getattr(one, name) for one in stats])
+        per_head = np.stack([getattr(of_head, name) for of_head in stats])
         if name in ROW_STATS or (name == "z_loss" and each_row):
-            found[name] = values
+            combined[name] = per_head
         elif name == "accuracy":
-            counts = np.stack([one.count for one in stats])
-            found[name] = values @ counts / max(counts.sum(), 1)
+            counts = np.stack([of_head.count for of_head in stats])
+            combined[name] = per_head @ counts / max(counts.sum(), 1)
         else:
-            found[name] = weights @ values if name == "z_loss" else values.sum()
-    return np.stack(losses) if each_row else weights @ np.stack(losses), Stats(**found)
+            combined[name] = weights @ per_head if name == "z_loss" else per_head.sum()
+    return np.stack(losses) if each_row else weights @ np.stack(losses), Stats(**combined)
 
 
-class _Rows:
+class _RowFormulas:
     """N rows of raw logits z (N, V), and all quantities in the formulas of the public functions.
 
     Row t of a shifted call has the target and weight at t + shift.
@@ -167,22 +169,22 @@ class _Rows:
         assert not isinstance(target, Largest)
         self.shape, vocabulary = z.shape[:-1], z.shape[-1]
         count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
-        here = np.arange(length) + shift
+        positions = np.arange(length) + shift
 
-        def moved(values: Any) -> Array:
+        def moved(per_target: ArrayLike | None) -> Array:
             """Return the values (N, ...) of the rows, from those of the targets (..., T, ...); ones for None."""
-            values = np.ones(self.shape) if values is None else np.asarray(values)
+            per_target = np.ones(self.shape) if per_target is None else np.asarray(per_target)
             if shift:
-                values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(self.shape) - 1)
-            return np.asarray(values.reshape(count, *values.shape[len(self.shape) :]))
+                per_target = np.take(per_target, np.minimum(positions, max(length - 1, 0)), axis=len(self.shape) - 1)
+            return np.asarray(per_target.reshape(count, *per_target.shape[len(self.shape) :]))
 
-        self.ignored = np.broadcast_to(here >= length if shift else False, self.shape).reshape(count)
+        self.ignored = np.broadcast_to(positions >= length if shift else False, self.shape).reshape(count)
         self.class_weight = np.ones(vocabulary) if options.weight is None else _float64(options.weight)
         self.outside, weight, row_weight = None, _float64(moved(options.sample_weight)), np.ones(count)
         """(N, V): the mask of the classes that are not in each row's support, or None."""
         self.q = np.zeros((count, vocabulary))
         if isinstance(target, Probabilities):
-            self.q = _float64(moved(np.moveaxis(np.asarray(target.values), _axis(call.source), -1)))
+            self.q = _float64(moved(np.moveaxis(np.asarray(target.probs), _axis(call.source), -1)))
         elif isinstance(target, Dense | TopK):
             self.ignored = self.ignored | (weight == 0)
         else:
@@ -224,39 +226,39 @@ class _Rows:
             self.derivative = total[:, None] * self.p - share
         self.loss = self._masked(self.a * loss + self.z_term, self.excluded)
 
-    def _inside(self, values: Array, other: float) -> Array:
+    def _inside(self, array: Array, other: float) -> Array:
         """Return values (N, V) with another one outside of the support."""
-        return values if self.outside is None else np.where(self.outside, other, values)
+        return array if self.outside is None else np.where(self.outside, other, array)
 
-    def _masked(self, values: Array, mask: Array) -> Array:
+    def _masked(self, array: Array, mask: Array) -> Array:
         """Return values (N, ...) with 0 in some rows."""
-        return np.where(mask if values.ndim == 1 else mask[:, None], 0.0, values)
+        return np.where(mask if array.ndim == 1 else mask[:, None], 0.0, array)
 
-    def reduced(self, values: Array) -> Any:
+    def reduced(self, per_row: Array) -> Array | np.float64:
         """Reduce values (N,) by the reduction of the call; 0 where the divisor of a mean is 0."""
         if self.options.reduction == "none":
-            return values.reshape(self.shape)
+            return per_row.reshape(self.shape)
         divisor = self.divisor if self.options.reduction == "mean" else 1
-        return values.sum() / divisor if divisor != 0 else np.float64(0.0)
+        return per_row.sum() / divisor if divisor != 0 else np.float64(0.0)
 
-    def _scale(self, upstream: Any) -> Array:
+    def _scale(self, upstream: ArrayLike) -> Array:
         """Return the factor (N,) of the derivative of each row's loss: row weight, divisor and upstream gradient."""
         scale = self.a * _float64(upstream).reshape(-1)
         if self.options.reduction != "mean":
             return np.asarray(scale)
         return np.asarray(scale / self.divisor if self.divisor != 0 else scale * 0.0)
 
-    def gradient(self, upstream: Any, others: dict[str, Any]) -> Array:
+    def gradient(self, upstream: ArrayLike, others: Mapping[str, ArrayLike]) -> Array:
         """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
         # The loss and the nll of a target outside its support have no gradient.
         beyond = np.isinf(expectation(self.q, self.surprise)) & (self.outside is not None)
         grad = self._masked(self._scale(upstream)[:, None] * self.derivative * self.slope, self.excluded | beyond)
-        for name, given in others.items():
-            each = _float64(given).reshape(-1)[:, None] * self._derivative(name) * self.slope
+        for name, upstream_of_stat in others.items():
+            each = _float64(upstream_of_stat).reshape(-1)[:, None] * self._derivative(name) * self.slope
             grad = grad + self._masked(each, self.ignored | (beyond & (name == "nll")))
         return np.where(self.options.reduction == "mean" and self.divisor == 0, 0.0, grad)
 
-    def target_gradient(self, upstream: Any, nll: Any) -> Array:
+    def target_gradient(self, upstream: ArrayLike, nll: ArrayLike | None) -> Array:
         """Return the (N, V) gradient with respect to class probabilities; `nll`: upstream of the statistic, or None."""
         factor = self._scale(upstream)[:, None] * (1 - self.options.label_smoothing) * self.class_weight
         if nll is not None:
@@ -287,18 +289,18 @@ class _Rows:
             "log_sum_sq_probs": np.log((self.p**2).sum(-1)),
             "mean_logit": self._inside(self.x, 0.0).sum(-1) / np.maximum(classes, 1),
         }
-        values: dict[str, Any] = {
+        computed: dict[str, Array | np.generic] = {
             name: self._masked(each, self.ignored).reshape(self.shape) for name, each in rows.items()
         }
         rank = (~(order <= of_target) & ~np.isnan(of_target)).sum(-1)
-        values["rank"] = np.where(self.ignored, -1, rank).reshape(self.shape)
-        values["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
-        values |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
-        values["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
-        return Stats(**{name: values[name] for name in self.options.stats})
+        computed["rank"] = np.where(self.ignored, -1, rank).reshape(self.shape)
+        computed["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
+        computed |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
+        computed["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
+        return Stats(**{name: computed[name] for name in self.options.stats})
 
 
-def _float64(array: Any) -> Array:
+def _float64(array: ArrayLike) -> Array:
     """Return an array in float64."""
     return np.asarray(array, np.float64)
 
@@ -316,7 +318,7 @@ def _raw(source: Source) -> Array:
     return np.asarray(z if source.bias is None else z + _float64(source.bias))
 
 
-def _ordered(z: Array, scale: Any) -> Array:
+def _ordered(z: Array, scale: Scalar) -> Array:
     """Return raw logits in the order of x, which a softcap would round to equal numbers."""
     return np.where(np.isnan(z), z, np.sign(scale) * z) if scale else np.zeros_like(z)
 

@@ -14,9 +14,9 @@ __all__ = ["Array", "between", "expectation", "from_top_k"]
 Array = NDArray[Any]
 
 
-def expectation(weights: Array, values: Array) -> Array:
-    """Sum weights * values over classes; a weight of 0 contributes 0, even if the value is infinite or NaN."""
-    return np.asarray(np.where(weights == 0, 0.0, weights * values).sum(-1))
+def expectation(weights: Array, quantity: Array) -> Array:
+    """Sum weights * quantity over classes; a weight of 0 contributes 0, even if the quantity is infinite or NaN."""
+    return np.asarray(np.where(weights == 0, 0.0, weights * quantity).sum(-1))
 
 
 def between(log_p: Array, log_q: Array, kind: str, beta: float) -> tuple[Array, Array]:
@@ -34,9 +34,9 @@ def between(log_p: Array, log_q: Array, kind: str, beta: float) -> tuple[Array, 
     return loss, (1 - beta) * _centred(p, log_p - log_m)
 
 
-def _centred(p: Array, values: Array) -> Array:
-    """Return p_c (values_c - sum_k p_k values_k), 0 where p_c is 0."""
-    return np.where(p == 0, 0.0, p * (values - expectation(p, values)[..., None]))
+def _centred(p: Array, quantity: Array) -> Array:
+    """Return p_c (quantity_c - sum_k p_k quantity_k), 0 where p_c is 0."""
+    return np.where(p == 0, 0.0, p * (quantity - expectation(p, quantity)[..., None]))
 
 
 def from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], excluded: Array, kind: str) -> tuple[Array, Array]:

@@ -75,7 +75,7 @@ def bench(arguments: argparse.Namespace) -> int:
     title = f"{rows}x{width}x{vocabulary} {arguments.dtype}"
     print(f"Forward and backward pass, {title}, {framework} arrays:")
     measured: Measured | None = None
-    found: dict[str, tuple[float, float]] = {}
+    results: dict[str, tuple[float, float]] = {}
     for name, least in needed.items():
         if memory is not None and least > memory:
             sizes = f"about {least / 2**30:.1f} GiB, and this machine has {memory / 2**30:.1f}"
@@ -84,14 +84,14 @@ def bench(arguments: argparse.Namespace) -> int:
         try:
             measured = measured or (_torch if framework == "torch" else _mlx)(shape, arguments.dtype)
             steps, peak = measured
-            found[name] = milliseconds, mebibytes = _milliseconds(steps[name]), peak() / 2**20
+            results[name] = milliseconds, mebibytes = _milliseconds(steps[name]), peak() / 2**20
             print(f"{name:8} {milliseconds:9.1f} ms {mebibytes:9.0f} MiB beyond the inputs", flush=True)
         except Exception as error:
             print(f"{name} failed at {title}: {type(error).__name__}: {error}")
-    if len(found) == 2:
-        of_time, of_memory = (ours / max(unfused, 1e-9) for ours, unfused in zip(*found.values(), strict=True))
+    if len(results) == 2:
+        of_time, of_memory = (ours / max(unfused, 1e-9) for ours, unfused in zip(*results.values(), strict=True))
         print(f"xent takes {of_time:.2f} of the unfused loss's time and {of_memory:.2f} of its memory.")
-    return 0 if "xent" in found else 1
+    return 0 if "xent" in results else 1
 
 
 def available(framework: str) -> int | None:
@@ -125,8 +125,8 @@ def _torch(shape: Shape, dtype: str) -> Measured:
     device = "cuda" if cuda else "cpu"
 
     def drawn(count: int) -> torch.Tensor:
-        values = torch.randn(count, width, dtype=getattr(torch, dtype), device=device)
-        return values.mul_(width**-0.25).requires_grad_()
+        array = torch.randn(count, width, dtype=getattr(torch, dtype), device=device)
+        return array.mul_(width**-0.25).requires_grad_()
 
     hidden, weight, target = drawn(rows), drawn(vocabulary), torch.randint(vocabulary, (rows,), device=device)
     peak = torch.cuda.max_memory_allocated if cuda else _resident

@@ -1,3 +1,3 @@
-"""The part of xent that uses no framework: public functions, validation, description of a call, choice of backend."""
+"""The part of xent that needs no framework and no backend: description and validation of a call, sizes of chunks."""
 
 __all__: list[str] = []

@@ -1,9 +1,7 @@
 """Check the arrays of a call: one framework and device, dtypes, shapes. Errors name the array and what is allowed."""
 
-from typing import Any
-
 from xent.core.call import FLOAT_DTYPES, describe, dtype_name, framework_of
-from xent.core.spec import LinearTeacher, QuantizedRows, QuantizedWeight, Subset, Support, TopKTeacher
+from xent.core.spec import Array, LinearTeacher, QuantizedRows, QuantizedWeight, Subset, Support, TopKTeacher
 from xent.core.validate import check_int
 
 __all__ = ["ARRAYS", "arrays_of", "check_classifier", "check_dtype", "check_shape", "common_framework", "shape_of"]
@@ -48,18 +46,18 @@ _OPTIONAL = (
 )
 
 
-def arrays_of(name: str, value: Any) -> dict[str, Any]:
+def arrays_of(name: str, value: object) -> dict[str, Array]:
     """Return the arrays of an argument, which may hold several, by the names that error messages use."""
     fields = next((fields for kind, fields in _PARTS.items() if isinstance(value, kind)), None)
     if fields is None:
         return {name: value}
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     for field in fields:
         arrays |= arrays_of(name if field == "teacher" else f"{name}.{field}", getattr(value, field))
     return arrays
 
 
-def common_framework(arrays: dict[str, Any]) -> str:
+def common_framework(arrays: dict[str, Array]) -> str:
     """Return the framework that all arrays share; optional ones that are None do not count.
 
     Raise TypeError for an array of another framework, and for a sparse, nested, sharded or masked one, ValueError for
@@ -73,7 +71,7 @@ def common_framework(arrays: dict[str, Any]) -> str:
             owner, kind = framework_of(array), type(array)
             if owner is None:
                 modules = [base.__module__ for base in kind.__mro__ if name == "linear_weight"]
-                hints = (hint for start, hint in _HINTS.items() if any(one.startswith(start) for one in modules))
+                hints = (hint for start, hint in _HINTS.items() if any(module.startswith(start) for module in modules))
                 raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}{next(hints, '')}")
             if framework is None:
                 first, framework, device = name, owner, getattr(array, "device", None)
@@ -106,12 +104,12 @@ def common_framework(arrays: dict[str, Any]) -> str:
     return framework
 
 
-def shape_of(*sizes: Any) -> str:
+def shape_of(*sizes: int | str) -> str:
     """Return a shape whose sizes may have names: "(6, D)"."""
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
-def check_classifier(of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
+def check_classifier(of_input: str, input: Array, of_weight: str, weight: Array, bias: Array) -> None:
     """Check hidden states and a classifier. `of_input` and `of_weight` are their names in error messages."""
     of_bias = of_weight.replace("weight", "bias")
     for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
@@ -158,7 +156,7 @@ def _check_quantized(weight: QuantizedWeight, name: str) -> None:
             )
 
 
-def check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
+def check_dtype(name: str, array: Array, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
     """Raise TypeError for an array of another dtype."""
     if dtype_name(array) not in allowed:
         dtypes = f"must have one of the dtypes {', '.join(allowed)};"
@@ -167,7 +165,7 @@ def check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) 
         )
 
 
-def check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:
+def check_shape(array: Array, shape: tuple[int, ...], message: str) -> None:
     """Raise ValueError for an array of another shape. `message` has two places, for the right and for its shape."""
     if tuple(array.shape) != shape:
         raise ValueError(message.format(shape, tuple(array.shape)))

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
+from xent.core.spec import Array, Scalar
+
 __all__ = [
     "FLOAT_DTYPES",
     "INTEGER_DTYPES",
@@ -51,7 +53,7 @@ INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"
 class Given(NamedTuple):
     """Logits in memory, (..., V) with the classes on `axis` (>= 0; in a prepared call the last axis)."""
 
-    logits: Any
+    logits: Array
     axis: int
     inplace: bool = False
     """Whether the gradient may overwrite them."""
@@ -60,10 +62,10 @@ class Given(NamedTuple):
 class Product(NamedTuple):
     """Logits input @ weight.T + bias: (..., D), (V, D) and (V,) or None."""
 
-    input: Any
-    weight: Any
+    input: Array
+    weight: Array
     """An array, for MLX a `xent.QuantizedWeight`, or for PyTorch a `xent.QuantizedRows`."""
-    bias: Any = None
+    bias: Array = None
     workspace: int | None = None
     """Bytes that the logits alive at one time may take; None for the device's default."""
     dtype: str | None = None
@@ -78,40 +80,40 @@ Source = Given | Product
 class Classes(NamedTuple):
     """Target classes, integers with the shape of the rows; (N,) in a prepared call."""
 
-    ids: Any
+    ids: Array
 
 
 class Allowed(NamedTuple):
     """Target classes, and the classes that a sampler allowed: row i has ``classes[offsets[i]:offsets[i + 1]]``."""
 
-    ids: Any
-    classes: Any
+    ids: Array
+    classes: Array
     """(M,) integers."""
-    offsets: Any
+    offsets: Array
     """(N + 1,) integers of `xent.Support`."""
-    begin: Any = None
+    begin: Array = None
     """(N,) integers, only in a prepared call, like `end`: row i has ``classes[begin[i]:end[i]]``."""
-    end: Any = None
-    broken: Any = None
+    end: Array = None
+    broken: Array = None
     """0-d bool tensor: whether the offsets are invalid. None if their values have been checked."""
 
 
 class Probabilities(NamedTuple):
     """Class probabilities, with the shape of the logits; (..., V) in a prepared call, with the same leading axes."""
 
-    values: Any
-    order: Any = None
-    """(N,) int64, only in a prepared call: the row of `values` that each row has, -1 for a row without a target.
+    probs: Array
+    order: Array = None
+    """(N,) int64, only in a prepared call: the row of `probs` that each row has, -1 for a row without a target.
     None if row i has row i."""
 
 
 class Activation(NamedTuple):
     """x = softcap * tanh(logit_scale * z / softcap) / temperature."""
 
-    logit_scale: Any = 1.0
+    logit_scale: Scalar = 1.0
     """A number or a 0-d array, like `softcap`."""
-    softcap: Any = None
-    temperature: Any = None
+    softcap: Scalar = None
+    temperature: Scalar = None
     """None for 1; a number, until `folded`; or one per row, 0-d or with the target's shape, (N,) in a prepared call."""
 
 
@@ -120,7 +122,7 @@ class Dense(NamedTuple):
 
     source: Source
     activation: Activation = Activation()
-    ids: Any = None
+    ids: Array = None
     """(V',) integers: the teacher's classes that the student has, in its order. None for all; in a prepared call None,
     and the source has these classes only."""
 
@@ -128,8 +130,8 @@ class Dense(NamedTuple):
 class TopK(NamedTuple):
     """A teacher known at K classes: ids and log-probabilities (..., K), (N, K) in a prepared call; -inf pads."""
 
-    ids: Any
-    log_probs: Any
+    ids: Array
+    log_probs: Array
     tail: str = "bucket"
 
 
@@ -147,13 +149,13 @@ class Options(NamedTuple):
 
     reduction: str = "mean"
     ignore_index: int = -100
-    label_smoothing: Any = 0.0
-    z_loss: Any = 0.0
-    weight: Any = None
+    label_smoothing: Scalar = 0.0
+    z_loss: Scalar = 0.0
+    weight: Array = None
     """(V,), of a shard its own classes."""
-    sample_weight: Any = None
+    sample_weight: Array = None
     """The target's shape; (N,) in a prepared call."""
-    normalizer: Any = None
+    normalizer: Scalar = None
     stats: tuple[str, ...] = ()
     """In the order of `xent.core.spec.STAT_NAMES`, then "rank"."""
     exact: bool = False
@@ -162,12 +164,12 @@ class Options(NamedTuple):
     """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
     kind: str = "kl"
     """Of a divergence: "kl", with `beta`, or "tv"."""
-    beta: Any = 0.0
+    beta: Scalar = 0.0
     shift: int | tuple[int, ...] = 0
     """Row t has the target t + shift; a tuple has one shift per head. 0 in a prepared call."""
     heads: int | None = None
     """The number of heads; the rows of a prepared call are head after head. None for one without an axis of heads."""
-    head_weight: Any = None
+    head_weight: Array | tuple[Scalar, ...] = None
     """The factor of each head's reduced loss, H numbers or a tensor (H,); None for 1 each."""
 
 
@@ -214,7 +216,7 @@ def _folded(activation: Activation) -> Activation:
     return Activation(_wide(scale) / temperature, None if softcap is None else _wide(softcap) / temperature)
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: Scalar) -> Scalar:
     """Convert a 0-d array to float64, on mps and for MLX to float32 if it is not float64; return numbers unchanged."""
     framework = framework_of(value)
     if framework == "torch":
@@ -228,7 +230,7 @@ def _wide(value: Any) -> Any:
     return value
 
 
-def array_of(call: Call) -> Any:
+def array_of(call: Call) -> Array:
     """Return the array whose framework and device are those of the call."""
     return call.source.logits if isinstance(call.source, Given) else call.source.input
 
@@ -291,7 +293,7 @@ class QuantizedSlot:
     shape: tuple[int, int]
 
 
-def differs(number: Any, neutral: float) -> bool:
+def differs(number: Scalar, neutral: float) -> bool:
     """Return whether an option is not known to have its neutral value; that of an array is not known."""
     if isinstance(number, NumberSlot):
         return number.bucket != "neutral"
@@ -310,8 +312,8 @@ def fields_of(record: tuple[Any, ...]) -> dict[str, Any]:
 def replaced(record: _Record, **fields: Any) -> _Record:
     """Return a NamedTuple with other values in some fields: `_replace`, which Dynamo of PyTorch 2.8 does not trace."""
     kind: Any = type(record)
-    made: _Record = kind(**dict(zip(kind._fields, record, strict=True)) | fields)
-    return made
+    changed: _Record = kind(**dict(zip(kind._fields, record, strict=True)) | fields)
+    return changed
 
 
 def vocabulary_of(source: Source) -> int:
@@ -320,7 +322,7 @@ def vocabulary_of(source: Source) -> int:
     return size
 
 
-def gathered(source: Source, ids: Any) -> Source:
+def gathered(source: Source, ids: Array) -> Source:
     """Return the logits of these classes: columns of stored ones, or rows of the classifier."""
     if isinstance(source, Given):
         return replaced(source, logits=source.logits[(slice(None),) * source.axis + (ids,)])
@@ -328,7 +330,7 @@ def gathered(source: Source, ids: Any) -> Source:
     return replaced(source, weight=source.weight[ids], bias=bias)
 
 
-def framework_of(value: Any) -> str | None:
+def framework_of(value: object) -> str | None:
     """Return "torch", "mlx" or "numpy", or None if `value` is no array of these frameworks.
 
     The framework is not looked up in sys.modules: torch.compile would then recompile whenever a module is imported.
@@ -350,7 +352,7 @@ def framework_of(value: Any) -> str | None:
     return None
 
 
-def dtype_name(array: Any) -> str:
+def dtype_name(array: Array) -> str:
     """Return the name of the dtype without its framework: "float32", "bfloat16", "int64"."""
     return str(array.dtype).rpartition(".")[2]
 
@@ -363,6 +365,6 @@ def describe(value: Any) -> str:
     return f"{framework} array of shape {tuple(value.shape)}, dtype {dtype_name(value)}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as it is written in Python, abbreviated if it is long; an array is described."""
     return reprlib.repr(value) if framework_of(value) is None else describe(value)

@@ -57,18 +57,20 @@ def rows_per_chunk(
         most = max(workspace // (vocabulary * itemsize), 1)
     elif device == "mlx-cuda" and sums:
         size, budget = vocabulary * itemsize, _CHUNK_BYTES_MLX_CUDA_SUMMED
-        wanted = rows * size // MOST_ROUNDED_SUMS_MLX
-        most = max(min(max(wanted, budget), _MOST_GROWTH * budget) // size, _ROWS_WANTED)
+        target_rows = rows * size // MOST_ROUNDED_SUMS_MLX
+        most = max(min(max(target_rows, budget), _MOST_GROWTH * budget) // size, _ROWS_WANTED)
     elif device in _CHUNKS:
         elements, least = _CHUNKS[device]
         most = max(elements // vocabulary, least)
     else:
         quarter = rows // 4
         growth = min(max(quarter / _ENOUGH, 1), _MOST_GROWTH if sums else 1)
-        wanted = _ENOUGH if rows <= _ENOUGH else max(min(quarter, int(_ENOUGH * growth)), _FEWEST)
+        target_rows = _ENOUGH if rows <= _ENOUGH else max(min(quarter, int(_ENOUGH * growth)), _FEWEST)
         if _MANY * vocabulary <= _FEW_CLASSES_ELEMENTS:
-            wanted = max(wanted, _MANY)
-        elements = min(max(wanted * vocabulary, _LEAST_ELEMENTS), max(_MOST_ELEMENTS, int(_GROWN_ELEMENTS * growth)))
+            target_rows = max(target_rows, _MANY)
+        elements = min(
+            max(target_rows * vocabulary, _LEAST_ELEMENTS), max(_MOST_ELEMENTS, int(_GROWN_ELEMENTS * growth))
+        )
         most = max(elements // vocabulary, _ROWS_WANTED)
     if rows <= most:
         return max(rows, 1)

@@ -45,8 +45,10 @@ from xent.core.spec import (
     DIVERGENCE_STATS,
     LOG_PROB_STATS,
     STAT_NAMES,
+    Array,
     LinearTeacher,
     QuantizedRows,
+    Scalar,
     Subset,
     Support,
     TopKTeacher,
@@ -86,15 +88,15 @@ those passed have valid values."""
 
 def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
     """Describe a call of `xent.cross_entropy` or `xent.linear_cross_entropy`."""
-    framework, given = _checked(arguments, passed, STAT_NAMES, ())
-    shards = _shards(framework, given, "input" in given)
-    heads = len(given["shift"]) if isinstance(given["shift"], tuple) else None
-    source, rows, axis, vocabulary = _source(given, passed, shards, heads)
-    target = _target(framework, given, source, rows, axis, vocabulary)
-    _check_weights(given, rows, vocabulary)
-    if given.get("precision") is not None:
+    framework, arguments = _checked(arguments, passed, STAT_NAMES, ())
+    shards = _shards(framework, arguments, "input" in arguments)
+    heads = len(arguments["shift"]) if isinstance(arguments["shift"], tuple) else None
+    source, rows, axis, vocabulary = _source(arguments, passed, shards, heads)
+    target = _target(framework, arguments, source, rows, axis, vocabulary)
+    _check_weights(arguments, rows, vocabulary)
+    if arguments.get("precision") is not None:
         _check_fp8(framework, source)
-    return Call(source, target, _activation(given), _options(given, heads=heads), shards)
+    return Call(source, target, _activation(arguments), _options(arguments, heads=heads), shards)
 
 
 def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
@@ -103,13 +105,13 @@ def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
     if support is not None and not isinstance(support, Support):
         raise TypeError(f"support must be a xent.Support or None, got {describe(support)}")
     entropy = ("entropy",) if arguments["entropy"] is True else ()
-    framework, given = _checked(arguments, passed, LOG_PROB_STATS, entropy)
-    shards = _shards(framework, given, "input" in given)
-    source, rows, _, _ = _source(given, passed, shards, None)
-    target: Target = _classes(framework, given, source, rows, "")
+    framework, arguments = _checked(arguments, passed, LOG_PROB_STATS, entropy)
+    shards = _shards(framework, arguments, "input" in arguments)
+    source, rows, _, _ = _source(arguments, passed, shards, None)
+    target: Target = _classes(framework, arguments, source, rows, "")
     if support is not None:
-        target = _allowed(given["target"], support, rows)
-    heat = given["temperature"]
+        target = _allowed(arguments["target"], support, rows)
+    heat = arguments["temperature"]
     if framework_of(heat) is not None:
         if dtype_name(heat) not in FLOAT_DTYPES:
             raise TypeError(f"temperature must be a number, or an array of floats; got {describe(heat)}")
@@ -118,36 +120,38 @@ def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
                 f"temperature must be a number or have the target's shape {rows}, one for each row; got "
                 f"{tuple(heat.shape)}"
             )
-    options = _options(given, reduction="none", exact=True, accuracy_of_rows=True)
-    return Call(source, target, _activation(given, heat), options, shards)
+    options = _options(arguments, reduction="none", exact=True, accuracy_of_rows=True)
+    return Call(source, target, _activation(arguments, heat), options, shards)
 
 
 def describe_divergence(arguments: Arguments, passed: Collection[str]) -> Call:
     """Describe a call of `xent.divergence` or `xent.linear_divergence`."""
     _check_teacher(arguments["teacher"])
-    framework, given = _checked(arguments, passed, DIVERGENCE_STATS, ())
-    shards = _shards(framework, given, False)
-    if shards is not None and isinstance(given["teacher"], Subset):
+    framework, arguments = _checked(arguments, passed, DIVERGENCE_STATS, ())
+    shards = _shards(framework, arguments, False)
+    if shards is not None and isinstance(arguments["teacher"], Subset):
         raise ValueError(NO_SUBSET)
-    source, rows, axis, vocabulary = _source(given, passed, shards, None)
-    target = _teacher(framework, given, rows, vocabulary, axis, shards is not None)
-    _check_weights(given, rows, vocabulary)
-    heat = given["temperature"]
+    source, rows, axis, vocabulary = _source(arguments, passed, shards, None)
+    target = _teacher(framework, arguments, rows, vocabulary, axis, shards is not None)
+    _check_weights(arguments, rows, vocabulary)
+    heat = arguments["temperature"]
     if framework_of(heat) is not None:  # while a compiler traces, numbers of NumPy are tensors
         heat = heat.where(heat > 0, math.nan)
     if isinstance(target, Dense):
         target = replaced(target, activation=_activation(fields_of(target.activation), heat))
-    return Call(source, target, _activation(given, heat), _options(given), shards)
+    return Call(source, target, _activation(arguments, heat), _options(arguments), shards)
 
 
 def describe_top_k(arguments: Arguments, passed: Collection[str]) -> Call:
     """Describe a call of `xent.top_k` or `xent.linear_top_k`."""
-    framework, given = _checked(arguments, passed, (), ())
-    shards = _shards(framework, given, False)
-    source, _, _, vocabulary = _source(given, passed, shards, None)
+    framework, arguments = _checked(arguments, passed, (), ())
+    shards = _shards(framework, arguments, False)
+    source, _, _, vocabulary = _source(arguments, passed, shards, None)
     most = vocabulary if shards is None else 2**31 - 1
-    k = check_int("k", given["k"], f"an int from 1 to the number of classes, {most},", 1, most)
-    return Call(source, Largest(k), _activation(given, given["temperature"]), Options("none", exact=True), shards)
+    k = check_int("k", arguments["k"], f"an int from 1 to the number of classes, {most},", 1, most)
+    return Call(
+        source, Largest(k), _activation(arguments, arguments["temperature"]), Options("none", exact=True), shards
+    )
 
 
 def have_same_rows(call: Call) -> bool:
@@ -166,7 +170,7 @@ def have_same_rows(call: Call) -> bool:
     if isinstance(target, Classes):
         alike = target.ids.shape == rows
     elif isinstance(target, Probabilities):
-        alike = target.values.shape == whole if whole is not None else target.values.shape[:-1] == rows
+        alike = target.probs.shape == whole if whole is not None else target.probs.shape[:-1] == rows
     elif isinstance(target, Allowed):
         alike = target.ids.shape == rows and target.offsets.shape[0] == math.prod(rows) + 1
     elif isinstance(target, TopK):
@@ -197,16 +201,16 @@ def _check_fp8(framework: str, source: Any) -> None:
         raise ValueError(f"precision='fp8' {wrong}: leave precision out")
 
 
-def _options(given: Arguments, **others: Any) -> Options:
+def _options(arguments: Arguments, **others: Any) -> Options:
     """Return the options among the arguments, and others."""
-    return Options(**{name: given[name] for name in Options._fields if name in given}, **others)
+    return Options(**{name: arguments[name] for name in Options._fields if name in arguments}, **others)
 
 
-def _activation(given: Arguments, temperature: Any = 1) -> Activation:
+def _activation(arguments: Arguments, temperature: Scalar = 1) -> Activation:
     """Return an activation; a temperature that is a number has its largest value, and 1 is None."""
     is_number = isinstance(temperature, (int, float))
     heat = None if is_number and temperature == 1 else bounded(temperature)
-    return Activation(given["logit_scale"], given["softcap"], heat)
+    return Activation(arguments["logit_scale"], arguments["softcap"], heat)
 
 
 def _checked(
@@ -216,36 +220,36 @@ def _checked(
 
     `names`: the statistics that the function returns. `more`: statistics that another argument asks for.
     """
-    given = {"inplace": False, "shift": 0, "stats": (), **arguments}
-    arrays: dict[str, Any] = {}
+    arguments = {"inplace": False, "shift": 0, "stats": (), **arguments}
+    arrays: dict[str, Array] = {}
     for name in ARRAYS:
         if name in passed:
-            arrays |= arrays_of(name, given[name])
-    first, is_plain = given.get("input", given.get("logits")), "teacher" in given or "k" in given
+            arrays |= arrays_of(name, arguments[name])
+    first, is_plain = arguments.get("input", arguments.get("logits")), "teacher" in arguments or "k" in arguments
     others = [name for name in passed if name not in ARRAYS]
     for name in others:
-        if name in RANGES and type(given[name]) not in PLAIN:
-            given[name] = number = number_of(framework_of(first), given[name])
+        if name in RANGES and type(arguments[name]) not in PLAIN:
+            arguments[name] = number = number_of(framework_of(first), arguments[name])
             if framework_of(number) is not None and (name == "normalizer" or not is_plain):
                 arrays[name] = number
     framework = common_framework(arrays)
     if others:
-        given |= check_options(framework, given, not is_plain, others, names)
-    if given["stats"] or more:
-        given["stats"] = tuple(name for name in (*STAT_NAMES, "rank") if name in given["stats"] or name in more)
-    return framework, given
+        arguments |= check_options(framework, arguments, not is_plain, others, names)
+    if arguments["stats"] or more:
+        arguments["stats"] = tuple(name for name in (*STAT_NAMES, "rank") if name in arguments["stats"] or name in more)
+    return framework, arguments
 
 
-def _shards(framework: str, given: Arguments, gathers: bool) -> Shards | None:
+def _shards(framework: str, arguments: Arguments, gathers: bool) -> Shards | None:
     """Return the description of shards, if there are any. `gathers`: whether the function can gather tokens."""
-    if given["vocab_parallel"] is None:
+    if arguments["vocab_parallel"] is None:
         return None
-    shards = shards_of(framework, given["vocab_parallel"])
+    shards = shards_of(framework, arguments["vocab_parallel"])
     if shards.axis is not None and not gathers:
         raise ValueError(
             "sequence_parallel=True is for xent.linear_cross_entropy and xent.linear_log_probs: gather the hidden "
             "states first, and leave sequence_parallel out"
-            if "teacher" in given or "k" in given
+            if "teacher" in arguments or "k" in arguments
             else "sequence_parallel=True is for functions of hidden states, which they gather; logits must hold all "
             "tokens on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
         )
@@ -253,20 +257,22 @@ def _shards(framework: str, given: Arguments, gathers: bool) -> Shards | None:
 
 
 def _source(
-    given: Arguments, passed: Collection[str], shards: Shards | None, heads: int | None
+    arguments: Arguments, passed: Collection[str], shards: Shards | None, heads: int | None
 ) -> tuple[Source, tuple[int, ...], int, int]:
     """Check and describe the logits. Return them, the shape of the rows, the axis of the classes and their number."""
     source: Source
-    if "input" in given:
-        name, array, weight = "input", given["input"], given["linear_weight"]
-        check_classifier("input", array, "linear_weight", weight, given["linear_bias"])
-        source = Product(array, weight, given["linear_bias"], given["workspace"], None, given.get("precision"))
-        rows = _rows_of_input(given, shards, heads)
+    if "input" in arguments:
+        name, array, weight = "input", arguments["input"], arguments["linear_weight"]
+        check_classifier("input", array, "linear_weight", weight, arguments["linear_bias"])
+        source = Product(
+            array, weight, arguments["linear_bias"], arguments["workspace"], None, arguments.get("precision")
+        )
+        rows = _rows_of_input(arguments, shards, heads)
         axis, vocabulary = len(rows), weight.shape[0]
     else:
-        name, array = "logits", given["logits"]
+        name, array = "logits", arguments["logits"]
         check_dtype("logits", array)
-        count, axis = len(array.shape), given["axis"]
+        count, axis = len(array.shape), arguments["axis"]
         if not count:
             raise ValueError("logits must have a class axis, got a 0-d array")
         if "axis" in passed and not -count <= check_int("axis", axis) < count:
@@ -275,24 +281,24 @@ def _source(
             )
         axis = int(axis % count)
         vocabulary = array.shape[axis]
-        source = Given(array, axis, given["inplace"])
+        source = Given(array, axis, arguments["inplace"])
         rows = tuple(array.shape[:axis] + array.shape[axis + 1 :])
-    if shards is not None and isinstance(given.get("linear_weight"), QuantizedRows):
+    if shards is not None and isinstance(arguments.get("linear_weight"), QuantizedRows):
         raise ValueError("vocab_parallel must be None for a QuantizedRows: pass the shard's rows in a floating dtype")
     if vocabulary == 0 and shards is None:
         raise ValueError(f"there must be at least one class, got 0 with {name} of shape {tuple(array.shape)}")
     return source, rows, axis, vocabulary
 
 
-def _rows_of_input(given: Arguments, shards: Shards | None, heads: int | None) -> tuple[int, ...]:
+def _rows_of_input(arguments: Arguments, shards: Shards | None, heads: int | None) -> tuple[int, ...]:
     """Return the shape of the rows of hidden states: of all tokens, if this rank has a part; without heads."""
-    array, shift = given["input"], given["shift"]
+    array, shift = arguments["input"], arguments["shift"]
     rows = tuple(array.shape[:-1])
     if shards is not None and shards.axis is not None:
         # This rank has a part of the tokens, along that axis; the target has all. Heads are on the first axis.
-        lead, target_shape = 0 if heads is None else 1, tuple(given["target"].shape)
+        lead, target_shape = 0 if heads is None else 1, tuple(arguments["target"].shape)
         own = rows[lead:]
-        every = target_shape[:-1] if dtype_name(given["target"]) in FLOAT_DTYPES else target_shape
+        every = target_shape[:-1] if dtype_name(arguments["target"]) in FLOAT_DTYPES else target_shape
         cut = shards.axis % (len(own) + 1)
         alike = own[:cut] + own[cut + 1 :] == every[:cut] + every[cut + 1 :]
         if not own or len(own) != len(every) or not alike or own[cut] > every[cut]:
@@ -313,9 +319,9 @@ def _rows_of_input(given: Arguments, shards: Shards | None, heads: int | None) -
     return rows
 
 
-def _check_weights(given: Arguments, rows: tuple[int, ...], vocabulary: int) -> None:
+def _check_weights(arguments: Arguments, rows: tuple[int, ...], vocabulary: int) -> None:
     """Check the weights of classes and rows."""
-    class_weight, sample_weight = given.get("weight"), given["sample_weight"]
+    class_weight, sample_weight = arguments.get("weight"), arguments["sample_weight"]
     if class_weight is not None:
         check_dtype("weight", class_weight)
         check_shape(class_weight, (vocabulary,), "weight must have shape {}, one per class; got {}")
@@ -325,7 +331,7 @@ def _check_weights(given: Arguments, rows: tuple[int, ...], vocabulary: int) -> 
         check_shape(sample_weight, rows, "sample_weight must have shape {}, one per row; got {}")
 
 
-def _check_teacher(teacher: Any) -> None:
+def _check_teacher(teacher: object) -> None:
     """Raise TypeError or ValueError for a value that is no teacher."""
     whole = teacher.teacher if isinstance(teacher, Subset) else teacher
     if isinstance(whole, LinearTeacher) or framework_of(whole) is not None:
@@ -348,13 +354,13 @@ def _check_teacher(teacher: Any) -> None:
 
 
 def _target(
-    framework: str, given: Arguments, source: Source, rows: tuple[int, ...], axis: int, vocabulary: int
+    framework: str, arguments: Arguments, source: Source, rows: tuple[int, ...], axis: int, vocabulary: int
 ) -> Target:
     """Check and describe a target of class indices or class probabilities."""
-    target, dtype = given["target"], dtype_name(given["target"])
+    target, dtype = arguments["target"], dtype_name(arguments["target"])
     if dtype not in FLOAT_DTYPES:
-        return _classes(framework, given, source, rows, f" or class probabilities ({', '.join(FLOAT_DTYPES)})")
-    name, shape = _named_shape(given, source)
+        return _classes(framework, arguments, source, rows, f" or class probabilities ({', '.join(FLOAT_DTYPES)})")
+    name, shape = _named_shape(arguments, source)
     check_shape(
         target,
         (*rows[:axis], vocabulary, *rows[axis:]),
@@ -364,13 +370,13 @@ def _target(
     return Probabilities(target)
 
 
-def _classes(framework: str, given: Arguments, source: Source, rows: tuple[int, ...], other: str) -> Classes:
+def _classes(framework: str, arguments: Arguments, source: Source, rows: tuple[int, ...], other: str) -> Classes:
     """Check and describe a target of class indices; `other` says what it may hold besides."""
-    target, dtype = given["target"], dtype_name(given["target"])
+    target, dtype = arguments["target"], dtype_name(arguments["target"])
     if dtype not in INTEGER_DTYPES and not (dtype == "uint64" and framework == "numpy"):
         raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}){other}, got dtype {dtype}")
     if (of_target := tuple(target.shape)) != rows:
-        name, shape = _named_shape(given, source)
+        name, shape = _named_shape(arguments, source)
         first = isinstance(source, Given) and of_target == shape[:1] + shape[2:]
         raise ValueError(
             f"target of class indices must have shape {rows} for {name} of shape {shape}, got {of_target}"
@@ -379,13 +385,13 @@ def _classes(framework: str, given: Arguments, source: Source, rows: tuple[int, 
     return Classes(target)
 
 
-def _named_shape(given: Arguments, source: Source) -> tuple[str, tuple[int, ...]]:
+def _named_shape(arguments: Arguments, source: Source) -> tuple[str, tuple[int, ...]]:
     """Return the name and the shape of the array that the logits are, or are computed from."""
     name = "logits" if isinstance(source, Given) else "input"
-    return name, tuple(given[name].shape)
+    return name, tuple(arguments[name].shape)
 
 
-def _allowed(ids: Any, support: Support, rows: tuple[int, ...]) -> Allowed:
+def _allowed(ids: Array, support: Support, rows: tuple[int, ...]) -> Allowed:
     """Check the support of each row."""
     for part in ("ids", "offsets"):
         array = getattr(support, part)
@@ -401,12 +407,12 @@ def _allowed(ids: Any, support: Support, rows: tuple[int, ...]) -> Allowed:
 
 
 def _teacher(
-    framework: str, given: dict[str, Any], rows: tuple[int, ...], vocabulary: int, axis: int, in_shards: bool
+    framework: str, arguments: Arguments, rows: tuple[int, ...], vocabulary: int, axis: int, in_shards: bool
 ) -> Target:
     """Check and describe the teacher of a student with these rows, and classes on `axis`."""
-    teacher, beta = given["teacher"], given["beta"]
+    teacher, beta = arguments["teacher"], arguments["beta"]
     has_beta = framework_of(beta) is None and beta != 0
-    if given["kind"] != "kl" and has_beta:
+    if arguments["kind"] != "kl" and has_beta:
         raise ValueError(f"beta must be 0 with kind='tv', got {beta!r}: it selects one of kind='kl'")
     if isinstance(teacher, TopKTeacher):
         check_options(framework, {"teacher.tail": teacher.tail})
@@ -424,7 +430,7 @@ def _teacher(
                 "probability of every class that the student gives mass to, and a top-k teacher has K of them. Pass "
                 "logits or a LinearTeacher"
             )
-        if given["kind"] == "tv" and teacher.tail == "drop":
+        if arguments["kind"] == "tv" and teacher.tail == "drop":
             raise ValueError(
                 "teacher.tail must be 'bucket' or 'renormalize' with kind='tv', got 'drop': without the mass that is "
                 "left, the distance would not be one of distributions"

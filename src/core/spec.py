@@ -14,11 +14,13 @@ __all__ = [
     "ROW_STATS",
     "STAT_NAMES",
     "TAILS",
+    "Array",
     "BackendError",
     "BackendInfo",
     "LinearTeacher",
     "QuantizedRows",
     "QuantizedWeight",
+    "Scalar",
     "Stats",
     "Subset",
     "Support",
@@ -27,6 +29,11 @@ __all__ = [
     "bounded",
     "mass_tolerance",
 ]
+
+Array = Any
+"""An array of PyTorch, MLX or NumPy. No type says what the three have in common; in a plan it is an `ArraySlot`."""
+Scalar = Any
+"""A number, or a 0-d array where an option takes one; in a plan it may be a `NumberSlot`."""
 
 REDUCTIONS = ("mean", "sum", "none")
 DIVERGENCES = ("kl", "tv")
@@ -47,7 +54,7 @@ LARGEST = 1e30
 be a denormal float32 number, which devices may flush to 0; 0 / 0 is NaN."""
 
 
-def bounded(value: Any) -> Any:
+def bounded(value: Scalar) -> Scalar:
     """Return a softcap or temperature, at most `LARGEST` if it is a number."""
     return min(value, LARGEST) if isinstance(value, (int, float)) else value
 
@@ -87,9 +94,9 @@ class QuantizedWeight:
     >>> loss = xent.linear_cross_entropy(hidden, head, labels)  # doctest: +SKIP
     """
 
-    packed: Any
-    scales: Any
-    biases: Any = None
+    packed: Array
+    scales: Array
+    biases: Array = None
     group_size: int = 64
     bits: int = 4
     mode: str = "affine"
@@ -99,7 +106,7 @@ class QuantizedWeight:
         """(V, D) of the weight before packing."""
         return self.packed.shape[0], self.packed.shape[1] * 32 // self.bits
 
-    def __getitem__(self, ids: Any) -> "QuantizedWeight":
+    def __getitem__(self, ids: Array) -> "QuantizedWeight":
         """Return the rows of these classes."""
         biases = None if self.biases is None else self.biases[ids]
         return replace(self, packed=self.packed[ids], scales=self.scales[ids], biases=biases)
@@ -131,9 +138,9 @@ class QuantizedRows:
     tensor(4.6052)
     """
 
-    packed: Any
+    packed: Array
     shape: tuple[int, int]
-    rows: Callable[[int, int, Any], Any]
+    rows: Callable[[int, int, Any], Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +165,8 @@ class Support:
     array([-0.6931,  0.    ])
     """
 
-    ids: Any
-    offsets: Any
+    ids: Array
+    offsets: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,9 +239,9 @@ class LinearTeacher:
     0.433
     """
 
-    input: Any
-    weight: Any
-    bias: Any = None
+    input: Array
+    weight: "Array | QuantizedWeight | QuantizedRows"
+    bias: Array = None
     softcap: float | None = None
     logit_scale: float = 1.0
 
@@ -270,8 +277,8 @@ class TopKTeacher:
     0.0
     """
 
-    ids: Any
-    log_probs: Any
+    ids: Array
+    log_probs: Array
     tail: str = "bucket"
 
 
@@ -298,8 +305,8 @@ class Subset:
     0.2185
     """
 
-    teacher: Any
-    ids: Any
+    teacher: "Array | LinearTeacher"
+    ids: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,16 +345,16 @@ class Stats:
         it. NaN is the largest logit. Only of log-probabilities. -1 also where the target is no class.
     """
 
-    lse: Any = None
-    nll: Any = None
-    entropy: Any = None
-    predictions: Any = None
-    log_sum_sq_probs: Any = None
-    mean_logit: Any = None
-    z_loss: Any = None
-    accuracy: Any = None
-    count: Any = None
-    rank: Any = None
+    lse: Array = None
+    nll: Array = None
+    entropy: Array = None
+    predictions: Array = None
+    log_sum_sq_probs: Array = None
+    mean_logit: Array = None
+    z_loss: Array = None
+    accuracy: Array = None
+    count: Array = None
+    rank: Array = None
 
 
 @dataclass(frozen=True)

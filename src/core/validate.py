@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xent.core.call import (
     FLOAT_DTYPES,
@@ -27,6 +28,7 @@ from xent.core.spec import (
     REDUCTIONS,
     STAT_NAMES,
     TAILS,
+    Scalar,
     VocabParallel,
     bounded,
     mass_tolerance,
@@ -46,6 +48,9 @@ __all__ = [
     "number_of",
     "shards_of",
 ]
+
+_Numpy = NDArray[Any]
+_Scalars = tuple[Scalar, ...]
 
 PLAIN = (int, float, type(None))
 """Types of numbers that are neither arrays nor NumPy's."""
@@ -69,7 +74,7 @@ _REAL = {"torch": (*FLOAT_DTYPES, *INTEGER_DTYPES), "mlx": FLOAT_DTYPES}
 
 def check_options(
     framework: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     arrays: bool = False,
     passed: Collection[str] | None = None,
     stats: tuple[str, ...] = STAT_NAMES,
@@ -80,12 +85,12 @@ def check_options(
     PyTorch tensor or MLX array, whose value is not read, and a temperature an array. `stats`: the statistics that the
     function returns.
     """
-    made: dict[str, Any] = {}
-    passed = given if passed is None else passed
+    checked: dict[str, Any] = {}
+    passed = arguments if passed is None else passed
     for name in passed:
-        value = given[name]
+        value = arguments[name]
         if name in RANGES:
-            made[name] = _number(framework, name, value, arrays)
+            checked[name] = _number(framework, name, value, arrays)
         elif name in _NAMES:
             if not isinstance(value, str) or value not in _NAMES[name]:
                 error = ValueError if isinstance(value, str) else TypeError
@@ -94,32 +99,32 @@ def check_options(
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {shown(value)}")
         elif name == "ignore_index":
-            made[name] = check_int(name, value)
-            if not -(2**63) <= made[name] < 2**63:
+            checked[name] = check_int(name, value)
+            if not -(2**63) <= checked[name] < 2**63:
                 raise ValueError(f"ignore_index must fit in 64 bits, got {value}")
         elif name == "precision" and value not in (None, "fp8"):
             raise (ValueError if isinstance(value, str) else TypeError)(
                 f"precision must be None or 'fp8', got {shown(value)}"
             )
         elif name == "workspace" and value is not None:
-            made[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
+            checked[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
         elif name == "shift":
-            made[name] = _shifts(value, "head_weight" in given)
+            checked[name] = _shifts(value, "head_weight" in arguments)
         elif name == "stats":
             _check_stats(value, stats)
-    reduction = given.get("reduction", "mean")
-    if "head_weight" in passed and given["head_weight"] is not None:
-        shift = made.get("shift", given["shift"])
-        made["head_weight"] = _head_weights(framework, given["head_weight"], shift, reduction)
-    if reduction != "mean" and made.get("normalizer") is not None:
+    reduction = arguments.get("reduction", "mean")
+    if "head_weight" in passed and arguments["head_weight"] is not None:
+        shift = checked.get("shift", arguments["shift"])
+        checked["head_weight"] = _head_weights(framework, arguments["head_weight"], shift, reduction)
+    if reduction != "mean" and checked.get("normalizer") is not None:
         raise ValueError(
             f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
             "by it, or divide the result, loss / normalizer"
         )
-    return made
+    return checked
 
 
-def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
+def _number(framework: str, name: str, value: object, arrays: bool) -> Scalar:
     """Return an option that must be a number in its range, or where allowed None or an array.
 
     While a compiler traces, tensors are not checked: numbers of NumPy are tensors then.
@@ -148,7 +153,7 @@ def _number(framework: str, name: str, value: Any, arrays: bool) -> Any:
     return number
 
 
-def number_of(framework: str | None, value: Any) -> Any:
+def number_of(framework: str | None, value: object) -> Scalar:
     """Convert a NumPy number or a 0-d NumPy array to a Python number; return anything else unchanged.
 
     Dynamo treats both as arrays of unknown value; while it traces, they become 0-d tensors.
@@ -183,17 +188,17 @@ def check_int(name: str, value: Any, allowed: str = "an int,", least: float = -m
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
 
 
-def _is_other_number(value: Any) -> bool:
+def _is_other_number(value: object) -> bool:
     """Return whether a value is a real number of another type, and no boolean."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     """Return whether a value is an integer of Python or NumPy, and no boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _check_stats(stats: Any, names: tuple[str, ...]) -> None:
+def _check_stats(stats: object, names: tuple[str, ...]) -> None:
     """Raise TypeError or ValueError for statistics that are not among these names."""
     listed = ", ".join(map(repr, names))
     if not isinstance(stats, (tuple, list, set, frozenset)):
@@ -204,7 +209,7 @@ def _check_stats(stats: Any, names: tuple[str, ...]) -> None:
             raise ValueError(f"stats must be names from {listed}; got {shown(name)}{more}")
 
 
-def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:
+def _shifts(shift: object, has_heads: bool) -> int | tuple[int, ...]:
     """Return a shift as a Python int; if the function has heads, it may be a tuple with one for each."""
     if not isinstance(shift, (tuple, list)):
         return check_int("shift", shift, "an int >= 0,", 0)
@@ -218,10 +223,10 @@ def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:
         raise (ValueError if integers else TypeError)(
             f"shift must be an int >= 0, or a tuple with one such int for each head, got {shown(shift)}"
         )
-    return tuple(check_int("shift", one) for one in shift)
+    return tuple(check_int("shift", entry) for entry in shift)
 
 
-def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...], reduction: str) -> tuple[Any, ...]:
+def _head_weights(framework: str, head_weight: object, shift: int | tuple[int, ...], reduction: str) -> _Scalars:
     """Return the weights of the heads that a checked `shift` names. Raise if they do not fit."""
     if not isinstance(shift, tuple):
         raise ValueError(f"head_weight needs a tuple as shift, with one entry for each head; got shift={shift}")
@@ -234,32 +239,32 @@ def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...]
             "head_weight would be ignored with reduction='none', which returns the rows of each head: leave it out, "
             "and multiply the rows by it"
         )
-    return tuple(_number(framework, f"head_weight[{head}]", one, False) for head, one in enumerate(head_weight))
+    return tuple(_number(framework, f"head_weight[{head}]", weight, False) for head, weight in enumerate(head_weight))
 
 
-def shards_of(framework: str, given: Any) -> Shards:
+def shards_of(framework: str, vocab_parallel: object) -> Shards:
     """Return the validated description of shards."""
     if framework != "torch":
         raise TypeError(
             "vocab_parallel needs PyTorch tensors, which torch.distributed moves between processes, and got "
             f"{framework} arrays: pass the whole logits or classifier and no vocab_parallel, or torch tensors"
         )
-    if isinstance(given, Shards):
-        return given
-    shards = given if isinstance(given, VocabParallel) else VocabParallel(given)
-    found: dict[str, Any] = {}
+    if isinstance(vocab_parallel, Shards):
+        return vocab_parallel
+    shards = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(vocab_parallel)
+    ranges: dict[str, int | None] = {}
     for name, least in (("first", 0), ("size", 1)):
         value = getattr(shards, name)
         if value is not None:
             value = check_int(f"vocab_parallel.{name}", value, "an int or None,")
             if not least <= value < 2**31:
                 raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
-        found[name] = value
+        ranges[name] = value
     check_options(framework, {_FLAGS[-1]: shards.sequence_parallel})
-    return Shards(shards.group, **found, axis=-2 if shards.sequence_parallel else None)
+    return Shards(shards.group, ranges["first"], ranges["size"], -2 if shards.sequence_parallel else None)
 
 
-def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> None:
+def check_targets(ids: _Numpy, vocabulary: int, ignore_index: int, shift: int) -> None:
     """Raise IndexError for the first invalid target. Rows do not use the first `shift` ones of the last axis."""
     place = _first(((ids < 0) | (ids >= vocabulary)) & (ids != ignore_index), shift)
     if place is not None:
@@ -269,18 +274,18 @@ def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> N
         )
 
 
-def check_temperature(temperature: Any, ids: Any, ignore_index: int, shift: int) -> None:
+def check_temperature(temperature: _Numpy, ids: _Numpy, ignore_index: int, shift: int) -> None:
     """Raise ValueError for the first temperature that is not > 0, of a row that has a target.
 
     `temperature` is that of each target in `ids`, or 0-d.
     """
     place = _first(~(temperature > 0) & (ids != ignore_index), shift)
     if place is not None:
-        found = np.broadcast_to(temperature, ids.shape)[tuple(place)]
-        raise ValueError(f"temperature must be > 0 in every row, got {found} at {place or 'its row'}")
+        invalid = np.broadcast_to(temperature, ids.shape)[tuple(place)]
+        raise ValueError(f"temperature must be > 0 in every row, got {invalid} at {place or 'its row'}")
 
 
-def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
+def check_support(classes: _Numpy, begin: _Numpy, end: _Numpy, vocabulary: int) -> None:
     """Raise ValueError if offsets do not increase from 0 to the number of ids, IndexError for the first invalid id."""
     sizes = end - begin
     first, last = (begin[0], end[-1]) if len(begin) else (0, 0)
@@ -292,13 +297,13 @@ def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
     place = _first((classes < 0) | (classes >= vocabulary), 0)
     if place is not None:
         raise IndexError(f"support.ids{place} is {classes[place[0]]}; classes are 0 to {vocabulary - 1}")
-    found, times = np.unique(np.repeat(np.arange(len(sizes)), sizes) * vocabulary + classes, return_counts=True)
-    if (times > 1).any():
-        row, again = divmod(int(found[times > 1][0]), vocabulary)
+    entries, counts = np.unique(np.repeat(np.arange(len(sizes)), sizes) * vocabulary + classes, return_counts=True)
+    if (counts > 1).any():
+        row, again = divmod(int(entries[counts > 1][0]), vocabulary)
         raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
 
 
-def check_subset(ids: Any, source: Source) -> None:
+def check_subset(ids: _Numpy, source: Source) -> None:
     """Raise IndexError or ValueError for ids that are no classes of the teacher or repeat."""
     size = vocabulary_of(source)
     outside = np.flatnonzero((ids < 0) | (ids >= size))
@@ -311,7 +316,7 @@ def check_subset(ids: Any, source: Source) -> None:
         raise ValueError(f"teacher.ids of a xent.Subset must hold a class at most once, got {ordered[again[0]]} again")
 
 
-def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, vocabulary: int) -> None:
+def check_top_k(ids: _Numpy, log_probs: _Numpy, used: _Numpy, tail: str, dtype: str, vocabulary: int) -> None:
     """Raise for the first invalid row of a top-k teacher that is `used` (...); `dtype` is that of `log_probs`."""
     known = log_probs != -np.inf
     outside = known & ((ids < 0) | (ids >= vocabulary))
@@ -325,8 +330,8 @@ def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, voca
         return
     row, name = tuple(place), f"of row {place}"
     if outside[row].any():
-        found = ids[row][outside[row]][0]
-        raise IndexError(f"teacher.ids {name} holds {found}; classes are 0 to {vocabulary - 1}")
+        invalid = ids[row][outside[row]][0]
+        raise IndexError(f"teacher.ids {name} holds {invalid}; classes are 0 to {vocabulary - 1}")
     if repeated[row]:
         raise ValueError(f"teacher.ids {name} holds a class more than once")
     if heavy[row]:
@@ -334,7 +339,7 @@ def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, voca
     raise ValueError(f"teacher.log_probs {name} have no mass that could be renormalised")
 
 
-def _first(wrong: Any, shift: int) -> list[int] | None:
+def _first(wrong: _Numpy, shift: int) -> list[int] | None:
     """Return the position of the first True, without the first `shift` entries of the last axis."""
     if shift:
         wrong[..., :shift] = False

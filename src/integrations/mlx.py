@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from xent.api import cross_entropy, linear_cross_entropy
-from xent.core.spec import QuantizedWeight
+from xent.core.spec import QuantizedWeight, Scalar
 from xent.core.validate import check_options
 
 __all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
@@ -21,7 +21,7 @@ _DENSE = (nn.Linear, nn.Embedding)
 _QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
-def classifier(module: nn.Module) -> tuple[Any, Any]:
+def classifier(module: nn.Module) -> tuple[mx.array | QuantizedWeight, mx.array | None]:
     """Return the weight and bias of a classifier, to be passed to `xent.linear_cross_entropy`.
 
     Frozen arrays are passed through ``mx.stop_gradient``, so that their gradient is not computed. This is needed
@@ -123,7 +123,7 @@ class CrossEntropyLoss(nn.Module):  # type: ignore[misc]
         self.axis = axis
 
     def __call__(
-        self, logits: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
+        self, logits: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Scalar = None
     ) -> Any:
         """Return the loss, or (loss, Stats) if the constructor got `stats`."""
         return cross_entropy(
@@ -198,7 +198,7 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         )
 
     def __call__(
-        self, input: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
+        self, input: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Scalar = None
     ) -> Any:
         """Return the loss of hidden states, or (loss, Stats) if the constructor got `stats`."""
         linear_weight, linear_bias = classifier(self.linear)

@@ -71,8 +71,8 @@ def loss(
     >>> (value, ntoks), grads = nn.value_and_grad(model, loss)(model, batch, lengths)  # doctest: +SKIP
     """
     counts = _counts(batch, lengths)
-    found = linear_cross_entropy(**_linear(model, batch, counts, inputs), **options)
-    return found, counts.sum()
+    mean_loss = linear_cross_entropy(**_linear(model, batch, counts, inputs), **options)
+    return mean_loss, counts.sum()
 
 
 def log_probs(
@@ -157,7 +157,7 @@ def _before_head(
     kind = type(model).__module__
     with _capturing(model, seen):
         try:
-            made = model(tokens, **inputs)
+            output = model(tokens, **inputs)
         except ValueError as error:
             if not seen:
                 raise
@@ -165,7 +165,7 @@ def _before_head(
     if len(seen) != 1:
         raise ValueError(f"the head of {kind} was called {len(seen)} times where once was expected: {_hint(model)}")
     head, hidden = seen[0]
-    return head, hidden, *_after_head(getattr(made, "logits", made), hidden.ndim, kind)
+    return head, hidden, *_after_head(getattr(output, "logits", output), hidden.ndim, kind)
 
 
 @contextmanager
@@ -218,22 +218,23 @@ def _candidates(model: nn.Module) -> list[nn.Module]:
     return embeddings + heads
 
 
-def _after_head(made: Any, ndim: int, kind: str) -> tuple[float | None, float]:
+def _after_head(response: Any, ndim: int, kind: str) -> tuple[float | None, float]:
     """Return the softcap and scale that turn the probes into the numbers that the model returned for them."""
     more = ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
-    if not isinstance(made, mx.array) or made.size != len(_PROBES) or made.ndim != ndim or is_differentiated(made):
+    is_known = isinstance(response, mx.array) and (response.size, response.ndim) == (len(_PROBES), ndim)
+    if not is_known or is_differentiated(response):
         raise more
     try:
-        values: Any = made.reshape(-1).astype(mx.float32).tolist()
+        numbers: Any = response.reshape(-1).astype(mx.float32).tolist()
     except ValueError as error:  # the numbers depend on an argument of a traced function, which has no value yet
         raise more from error
-    tiny, one, largest = values[1] / _PROBES[1], values[2], values[-1] / _PROBES[-1]
-    straight = abs(largest - one) <= 1e-4 * abs(one)
+    tiny, unit, largest = numbers[1] / _PROBES[1], numbers[2], numbers[-1] / _PROBES[-1]
+    straight = abs(largest - unit) <= 1e-4 * abs(unit)
     softcap: float | None
-    softcap, scale = (None, one) if straight else (abs(values[-1]), tiny)
+    softcap, scale = (None, unit) if straight else (abs(numbers[-1]), tiny)
     expected = mx.array(_PROBES) * scale
     if softcap is not None:
         expected = softcap * mx.tanh(expected / softcap)
-    if not mx.allclose(mx.array(values), expected, rtol=1e-4, atol=1e-9).item():
+    if not mx.allclose(mx.array(numbers), expected, rtol=1e-4, atol=1e-9).item():
         raise more
     return softcap, 1.0 if abs(scale - 1) < 1e-5 else scale

@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["Patch", "inner", "name_of", "replace", "restore"]
 
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+_replaced: dict[tuple[object, str], tuple[object, object]] = {}
 """(object, attribute) -> the original value and the one that replaces it."""
 
 
@@ -30,7 +30,7 @@ class Patch(ExitStack):
         return self._value
 
 
-def replace(place: Any, name: str, ours: Any) -> bool:
+def replace(place: object, name: str, ours: object) -> bool:
     """Replace an attribute. Return False if it was replaced before, and leave it then."""
     if (place, name) in _replaced:
         return False
@@ -39,7 +39,7 @@ def replace(place: Any, name: str, ours: Any) -> bool:
     return True
 
 
-def restore(place: Any, name: str) -> None:
+def restore(place: object, name: str) -> None:
     """Undo `replace`, unless something else has replaced the attribute since."""
     theirs, ours = _replaced.pop((place, name), (None, None))
     if ours is not None and getattr(place, name, None) is ours:

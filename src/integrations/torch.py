@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from xent.api import cross_entropy, linear_cross_entropy
 from xent.backends.torch.quantized import classifier
+from xent.core.spec import Scalar
 from xent.core.validate import check_options
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier"]
@@ -64,7 +65,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         _check(self)
 
     def forward(
-        self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None
+        self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Scalar = None
     ) -> Any:
         """Return the loss of logits `input`, or (loss, Stats) if the constructor got `stats`."""
         torch_axis = 1 if input.dim() > 1 else 0
@@ -114,7 +115,7 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         out_features: tuple[int, ...] = (),
         bias: bool = False,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         reduction: str = "mean",
         weight: Tensor | None = None,
@@ -146,7 +147,7 @@ class LinearCrossEntropyLoss(nn.Module):
         _check(self, shift=shift, head_weight=head_weight, workspace=workspace, precision=precision)
 
     def forward(
-        self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None
+        self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Scalar = None
     ) -> Any:
         """Return the loss of hidden states `input`, or (loss, Stats) if the constructor got `stats`."""
         return linear_cross_entropy(
@@ -169,15 +170,15 @@ class LinearCrossEntropyLoss(nn.Module):
         return f"{_describe(self)}, {own}, precision={self.precision!r}"
 
 
-def _options(module: Any) -> dict[str, Any]:
+def _options(module: nn.Module) -> dict[str, Any]:
     names = "weight ignore_index reduction label_smoothing z_loss softcap logit_scale stats backend"
     return {name: getattr(module, name) for name in names.split()}
 
 
-def _check(module: Any, **others: Any) -> None:
+def _check(module: nn.Module, **others: Any) -> None:
     """Raise for wrong options now rather than at the first batch."""
     check_options("torch", _options(module) | others, arrays=True)
 
 
-def _describe(module: Any) -> str:
+def _describe(module: nn.Module) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in _options(module).items() if name != "weight")

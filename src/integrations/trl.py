@@ -112,7 +112,7 @@ class ChunkedLogProbFunction:
         (tensor([-0.3408, -0.3408, -0.3408, -2.3408]), [None, None, None])
         """
         stats = tuple(stat for name, stat in _STATS.items() if name in outputs)
-        made: Any = xent.linear_log_probs(
+        returned: Any = xent.linear_log_probs(
             hidden,
             _usable(weight, hidden),
             targets,
@@ -124,11 +124,11 @@ class ChunkedLogProbFunction:
             entropy="entropy" in outputs,
             stats=stats,
         )
-        results = list(made) if isinstance(made, tuple) else [made]
-        found = results.pop() if stats else xent.Stats()
+        results = list(returned) if isinstance(returned, tuple) else [returned]
+        of_rows = results.pop() if stats else xent.Stats()
         log_probs, entropy = (*results, None)[:2]
-        correct = None if found.accuracy is None else found.accuracy.bool()
-        return _float(log_probs), _float(entropy), _float(found.log_sum_sq_probs), _float(found.mean_logit), correct
+        correct = None if of_rows.accuracy is None else of_rows.accuracy.bool()
+        return _float(log_probs), _float(entropy), _float(of_rows.log_sum_sq_probs), _float(of_rows.mean_logit), correct
 
 
 def selective_log_softmax_and_entropy(
@@ -271,7 +271,7 @@ class ChunkedDivergenceFunction:
         >>> ChunkedDivergenceFunction.apply(*student, *teacher, 0.5)
         (tensor([0., 0., 0., 0.]), tensor([0.9183, 0.9183, 0.9183, 0.9183]))
         """
-        made: Any = xent.linear_divergence(
+        returned: Any = xent.linear_divergence(
             student_hidden,
             _usable(student_weight, student_hidden),
             xent.LinearTeacher(
@@ -289,12 +289,12 @@ class ChunkedDivergenceFunction:
             reduction="none",
             stats=("entropy",),
         )
-        divergence, stats = made
+        divergence, stats = returned
         return divergence.float(), stats.entropy.float()
 
 
-def _float(values: Any) -> Any:
-    return None if values is None else values.float()
+def _float(tensor: Any) -> Any:
+    return None if tensor is None else tensor.float()
 
 
 def _usable(weight: Any, hidden: Tensor) -> Any:
@@ -356,8 +356,8 @@ def patch() -> Patch:
     >>> unpatch()
     """
     triton = importlib.import_module("transformers.utils").is_triton_available()  # without it TRL has no such kernel
-    found = [(_find(place), place) for place in _PLACES if triton or not place.needs_triton]
-    changed = [replace(module, place.name, place.function) for module, place in found]
+    modules = [(_find(place), place) for place in _PLACES if triton or not place.needs_triton]
+    changed = [replace(module, place.name, place.function) for module, place in modules]
     return Patch(unpatch if any(changed) else None)
 
 

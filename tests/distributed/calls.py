@@ -108,7 +108,7 @@ def _run(
     before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
     given = {name: leaf * 1 for name, leaf in leaves.items()} if way.inplace else leaves
     returned = function(**given, **options, **({"inplace": True} if way.inplace else {}))
-    found = case.found_in(returned)
+    found = case.results_in(returned)
     asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     gradients = {}
     if asked:

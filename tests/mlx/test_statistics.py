@@ -41,7 +41,7 @@ def test_compiled_functions_have_the_same_gradients(target: Target, case: Case) 
     def total(trained: list[mx.array], values: dict[str, mx.array], parts: list[mx.array]) -> mx.array:
         allowed = {"support": xent.Support(*parts)} if parts else {}
         arrays = dict(zip(named, trained, strict=True)) | values | allowed
-        found = case.found_in(getattr(xent, case.function)(**arrays, **rest, backend=target.name))
+        found = case.results_in(getattr(xent, case.function)(**arrays, **rest, backend=target.name))
         return sum(((found[name] * one).sum() for name, one in upstream.items() if one is not None), mx.array(0.0))
 
     step, arrays = mx.grad(total), (list(target.arrays(*inputs.differentiable.values())), values, parts)

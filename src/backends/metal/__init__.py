@@ -27,7 +27,7 @@ row is read twice, its last part first, because that may still be in the GPU's l
 """
 
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xent.backends.harness import Harness
 from xent.backends.mlx import MlxBackend
@@ -35,6 +35,8 @@ from xent.core.call import Call, array_of, dtype_name
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from xent.backends.mlx.kernels import RowKernel
 
 __all__ = ["BACKEND", "MetalBackend"]
 
@@ -53,8 +55,8 @@ class MetalBackend(MlxBackend):
 
         if mx.metal.is_available():
             return None
-        here = f"{platform.system()} on {platform.machine()}"
-        return f"its kernels are for Apple GPUs, and MLX finds no Metal here ({here}); use backend 'mlx'"
+        machine = f"{platform.system()} on {platform.machine()}"
+        return f"its kernels are for Apple GPUs, and MLX finds no Metal here ({machine}); use backend 'mlx'"
 
     def devices(self) -> tuple[str, ...]:
         """Return the device type of Apple GPUs."""
@@ -70,7 +72,7 @@ class MetalBackend(MlxBackend):
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
         return None
 
-    def kernel(self) -> Any:
+    def kernel(self) -> "RowKernel":
         """Return the row kernel. Divergences and supports have none; MLX's own operations compute them."""
         from xent.backends.metal import rows
 
@@ -81,8 +83,8 @@ class MetalBackend(MlxBackend):
         from xent.backends.metal import sources
         from xent.backends.mlx.harness import MlxHarness
 
-        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or self.devices()[0]))
-        return made
+        harness: Harness[mx.array] = sources.checked_by(MlxHarness(device or self.devices()[0]))
+        return harness
 
 
 BACKEND = MetalBackend()

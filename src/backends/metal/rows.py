@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, mlx_kernel
+from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, Template, kernel_for, mlx_kernel
 from xent.backends.mlx import plain
 from xent.backends.mlx.block import ranks
 from xent.backends.mlx.kernels import Facts, Results
@@ -24,14 +24,14 @@ _Array = tuple[tuple[int, ...], mx.Dtype]
 _tried: dict[Any, "bool | KernelError"] = {}
 
 
-def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
+def forward(logits: mx.array, facts: Facts, requested: Collection[str]) -> Results:
     """Compute a block: see `xent.backends.mlx.kernels`."""
     try:
-        results = _launch(logits, facts, {name for name in OUTPUTS if name in asked})
-        return results | {"rank": ranks(logits, facts)} if "rank" in asked else results
+        results = _launch(logits, facts, {name for name in OUTPUTS if name in requested})
+        return results | {"rank": ranks(logits, facts)} if "rank" in requested else results
     except KernelError as error:
         _warn(error)
-        return plain.forward(logits, facts, asked)
+        return plain.forward(logits, facts, requested)
 
 
 def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
@@ -49,31 +49,33 @@ def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
 def _launch(
     logits: mx.array,
     facts: Facts,
-    wanted: Collection[str],
+    requested: Collection[str],
     known: mx.array | None = None,
     upstream: mx.array | None = None,
 ) -> Results:
     """Launch the kernel with one threadgroup per row, and return the results, not yet evaluated."""
     count, dtype = len(logits), logits.dtype
-    given: dict[str, mx.array | None] = {name: getattr(facts, name, None) for name in INPUTS}
-    given |= {"logits": logits, "known": known, "upstream": upstream}
+    arguments: dict[str, mx.array | None] = {name: getattr(facts, name, None) for name in INPUTS}
+    arguments |= {"logits": logits, "known": known, "upstream": upstream}
     if logits.size < _SMALL:
-        given["logits"] = mx.pad(logits, [(0, _SMALL), (0, 0)])
+        arguments["logits"] = mx.pad(logits, [(0, _SMALL), (0, 0)])
     # Placeholders for missing arguments, which are not read.
-    inputs = [facts.numbers if array is None else array for array in given.values()]
+    inputs = [facts.numbers if array is None else array for array in arguments.values()]
     rows: dict[str, _Array] = {"norm": ((count, 2), mx.float32), "predictions": ((count,), mx.int32)}
     rows["grad"] = (logits.shape, dtype)
     outputs = [rows.get(name, ((count,), mx.float32)) for name in OUTPUTS]
-    outputs = [(shape if name in wanted else (1,), kind) for name, (shape, kind) in zip(OUTPUTS, outputs, strict=True)]
+    outputs = [
+        (shape if name in requested else (1,), kind) for name, (shape, kind) in zip(OUTPUTS, outputs, strict=True)
+    ]
     small = [(_small(array.shape), array.dtype) for array in inputs]
     tried = [(_small(shape), kind) for shape, kind in outputs]
     more = {"T": dtype, "SMOOTHED": facts.smooths, "CAPPED": facts.caps, "SKIPS_EXCLUDED": not facts.call.options.stats}
-    template, threads = kernel_for(given, wanted, lambda *one: allows(small, tried, *one), **more)
-    made = zip(OUTPUTS, _run(inputs, outputs, template, count, threads), strict=True)
-    return {name: array for name, array in made if name in wanted}
+    template, threads = kernel_for(arguments, requested, lambda *kernel: allows(small, tried, *kernel), **more)
+    results = zip(OUTPUTS, _run(inputs, outputs, template, count, threads), strict=True)
+    return {name: array for name, array in results if name in requested}
 
 
-def _run(inputs: list[mx.array], outputs: list[_Array], template: dict[str, Any], rows: int, threads: int) -> Any:
+def _run(inputs: list[mx.array], outputs: list[_Array], template: Template, rows: int, threads: int) -> Any:
     return mlx_kernel()(
         inputs=inputs,
         template=list(template.items()),
@@ -84,20 +86,20 @@ def _run(inputs: list[mx.array], outputs: list[_Array], template: dict[str, Any]
     )
 
 
-def allows(inputs: list[_Array], outputs: list[_Array], template: dict[str, Any], threads: int) -> bool:
+def allows(inputs: list[_Array], outputs: list[_Array], template: Template, threads: int) -> bool:
     """Whether the kernel can run with this number of threads; KernelError if it cannot run with any number."""
     key = (tuple(inputs), tuple(template.items()), threads)
     if key not in _tried:
         try:
-            mx.eval(_run([mx.zeros(*one) for one in inputs], outputs, template, 1, threads))
+            mx.eval(_run([mx.zeros(*array) for array in inputs], outputs, template, 1, threads))
             _tried[key] = True
         except (RuntimeError, ValueError) as error:
             # MLX says "Thread group size (512) is greater than the maximum allowed threads per threadgroup (384)."
             _tried[key] = False if "thread group size" in str(error).lower() else KernelError(error)
-    found = _tried[key]
-    if isinstance(found, KernelError):
-        raise found
-    return found
+    outcome = _tried[key]
+    if isinstance(outcome, KernelError):
+        raise outcome
+    return outcome
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ __all__ = [
     "LIMITS",
     "OUTPUTS",
     "KernelError",
+    "Template",
     "checked_by",
     "kernel_for",
     "library",
@@ -24,6 +25,8 @@ __all__ = [
     "threads_and_held",
 ]
 
+Template = dict[str, Any]
+"""Template arguments of the kernel by name: numbers, flags, and types as text or as MLX's dtypes."""
 INPUTS = {
     "logits": "T",
     "numbers": "float",
@@ -91,22 +94,24 @@ class KernelError(BackendError):
 
 
 def kernel_for(
-    given: Mapping[str, Any], wanted: Container[str], allows: Callable[[dict[str, Any], int], bool], **more: Any
-) -> tuple[dict[str, Any], int]:
+    arguments: Mapping[str, Any], requested: Container[str], allows: Callable[[Template, int], bool], **more: Any
+) -> tuple[Template, int]:
     """Return the template arguments of a launch, and the number of threads per row.
 
-    Each name of an argument or result, in capitals, says whether it is `given` (not None) or `wanted`. `more`: types,
-    SMOOTHED, CAPPED, and SKIPS_EXCLUDED (whether no statistics of excluded rows are needed). The kernel is that for the
-    largest of `LIMITS` that its pipeline `allows`.
+    Each name of an argument or result, in capitals, says whether the argument is not None, or the result
+    `requested`. `more`: types, SMOOTHED, CAPPED, and SKIPS_EXCLUDED (whether no statistics of excluded rows are
+    needed). The kernel is that for the largest of `LIMITS` that its pipeline `allows`.
     """
-    flags = {name: array is not None for name, array in given.items()} | {name: name in wanted for name in OUTPUTS}
-    made = more | {name.upper(): flag for name, flag in flags.items()}
+    flags = {name: array is not None for name, array in arguments.items()} | {
+        name: name in requested for name in OUTPUTS
+    }
+    template = more | {name.upper(): flag for name, flag in flags.items()}
     for limit in LIMITS:
-        threads, held = threads_and_held(given["logits"].shape[1], given["logits"].itemsize, limit)
-        made["HELD"] = 4 if made["KNOWN"] else held if made["GRAD"] else 1
-        if allows(made, limit):
-            _ran.add(f"{'backward' if made['KNOWN'] else 'forward'} with {limit} threads")
-            return made, threads
+        threads, held = threads_and_held(arguments["logits"].shape[1], arguments["logits"].itemsize, limit)
+        template["HELD"] = 4 if template["KNOWN"] else held if template["GRAD"] else 1
+        if allows(template, limit):
+            _ran.add(f"{'backward' if template['KNOWN'] else 'forward'} with {limit} threads")
+            return template, threads
     raise KernelError(f"its pipeline allows fewer than {LIMITS[-1]} threads a threadgroup")
 
 
@@ -148,7 +153,7 @@ def mlx_kernel() -> Any:
     )
 
 
-def library(constants: Mapping[str, Any]) -> str:
+def library(constants: Template) -> str:
     """Return a complete source for PyTorch, ASCII only, with the kernel xent_rows for these template arguments.
 
     Rows of logits and gradient have strides, and the gradient may overwrite the logits.
@@ -158,8 +163,9 @@ def library(constants: Mapping[str, Any]) -> str:
     buffers += [f"constant long& {name}" for name in _SIZES]
     parameters = [f"{buffer} [[buffer({place})]]" for place, buffer in enumerate(buffers)]
     parameters += [f"{kind} {name} [[{name}]]" for name, kind in _POSITIONS.items()]
-    kinds = [f"{'typename' if isinstance(one, str) else type(one).__name__} {name}" for name, one in constants.items()]
-    instance = f"rows<{', '.join(one if isinstance(one, str) else str(int(one)) for one in constants.values())}>"
+    kinds = [f"{'typename' if isinstance(value, str) else type(value).__name__} {n}" for n, value in constants.items()]
+    arguments = ", ".join(value if isinstance(value, str) else str(int(value)) for value in constants.values())
+    instance = f"rows<{arguments}>"
     return "\n".join(
         [
             "#include <metal_stdlib>",

@@ -24,8 +24,8 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
         return f"PyTorch cannot be imported: {error}", {}, ()
     versions = {"torch": str(torch.__version__)}
     if not torch.backends.mps.is_available():
-        here = f"{platform.system()} on {platform.machine()}"
-        reason = f"its kernels are for Apple GPUs, and PyTorch finds none here ({here}); use backend 'torch'"
+        machine = f"{platform.system()} on {platform.machine()}"
+        reason = f"its kernels are for Apple GPUs, and PyTorch finds none here ({machine}); use backend 'torch'"
     elif os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0":
         reason = "PYTORCH_MPS_FAST_MATH=1 compiles kernels as if there were no infinities: unset it"
     else:
@@ -79,9 +79,9 @@ class MetalTorchBackend(TorchBackend):
         from xent.backends.metal import sources
         from xent.backends.torch.harness import TorchHarness
 
-        made = sources.checked_by(TorchHarness(device or DEVICES[0]))
-        made.passed = PROOF.remember
-        harness: Harness[Tensor] = made
+        checked = sources.checked_by(TorchHarness(device or DEVICES[0]))
+        checked.passed = PROOF.remember
+        harness: Harness[Tensor] = checked
         return harness
 
 

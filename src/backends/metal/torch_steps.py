@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, library
+from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, Template, kernel_for, library
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, smooths
 from xent.backends.torch.portable.rows import Index, at, index_of, probabilities
 from xent.backends.torch.portable.steps import PortableSteps
@@ -39,8 +39,8 @@ class MetalSteps(PortableSteps):
         (scale, cap, heat), ones = self.facts.activation, torch.ones(setting.count, device=setting.device)
         numbers = torch.zeros(8, device=setting.device)  # see `xent.backends.mlx.kernels.Facts.numbers`
         smoothing, total = options.label_smoothing, setting.vocabulary if weight is None else weight.sum()
-        values = (smoothing, options.z_loss, cap, scale, smoothing / setting.vocabulary, total)
-        for place, value in zip(numbers.unbind(), values, strict=False):
+        parameters = (smoothing, options.z_loss, cap, scale, smoothing / setting.vocabulary, total)
+        for place, value in zip(numbers.unbind(), parameters, strict=False):
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value or 0.0)
         self._whole = {"numbers": numbers, "class_weight": weight}
         self._rows_of: dict[str, Tensor | None] = {
@@ -55,28 +55,28 @@ class MetalSteps(PortableSteps):
         """Compute rows with one launch of the kernel."""
         logits, stats, count = block.logits, self.setting.call.options.stats, len(block.logits)
         index = index_of(part, block.start, block.start + count)
-        found = {name: logits.new_empty(count, dtype=dtype) for name, dtype in self._asked.items()}
-        found["loss"] = logits.new_empty(count, dtype=torch.float32)
+        results = {name: logits.new_empty(count, dtype=dtype) for name, dtype in self._asked.items()}
+        results["loss"] = logits.new_empty(count, dtype=torch.float32)
         if saved is not None or not {"lse", "z_loss"}.isdisjoint(stats):
-            found["norm"] = logits.new_empty(count, 2, dtype=torch.float32)
+            results["norm"] = logits.new_empty(count, 2, dtype=torch.float32)
         if count:
-            self._launch(block, index, found)
-        if (norm := found.pop("norm", None)) is not None:
+            self._launch(block, index, results)
+        if (norm := results.pop("norm", None)) is not None:
             peak, log_sum = norm.unbind(1)
-            lse = found["lse"] = torch.where(peak == -torch.inf, peak, peak + log_sum)
+            lse = results["lse"] = torch.where(peak == -torch.inf, peak, peak + log_sum)
             if "z_loss" in stats:
                 weight, factor = at(self.facts.weight, index), self.setting.call.options.z_loss
                 term = factor * lse.square() if smooths(factor) else torch.zeros_like(lse)
-                found["z_loss"] = term * weight
+                results["z_loss"] = term * weight
             if saved is not None:
-                kept = {"peak": peak, "log_sum": log_sum} | found
+                columns = {"peak": peak, "log_sum": log_sum} | results
                 for name, place in self._places.items():
-                    saved[place, index] = kept[name]
+                    saved[place, index] = columns[name]
         if "accuracy" in stats and isinstance(self.setting.call.target, Probabilities):
-            found["truth"] = probabilities(self.facts.rows(index)).argmax(-1)
-        self.record(found, index)
+            results["truth"] = probabilities(self.facts.rows(index)).argmax(-1)
+        self.record(results, index)
 
-    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Any:
         """Return the saved values by name, (R,) each: this is called in backward passes only."""
         return {name: sums[0, place] for name, place in self._places.items()}
 
@@ -86,12 +86,12 @@ class MetalSteps(PortableSteps):
         if not len(block.logits) or block.grad is None:
             return
         index = index_of(part, rows.start, rows.stop)
-        saved = {name: values[rows] for name, values in coefficients.items()}
+        saved = {name: column[rows] for name, column in coefficients.items()}
         known, stacked = torch.stack([saved["peak"], saved["log_sum"]], -1), None
-        if any(one is not None for one in upstream):
-            given = (*(at(one, index) for one in upstream[1:]), saved.get("entropy"))
+        if any(grad is not None for grad in upstream):
+            upstreams = (*(at(grad, index) for grad in upstream[1:]), saved.get("entropy"))
             nothing = torch.zeros_like(known[:, 0])
-            stacked = torch.stack([nothing if values is None else values for values in given], -1)
+            stacked = torch.stack([nothing if column is None else column for column in upstreams], -1)
         self._launch(block, index, {}, known, stacked)
 
     def _launch(
@@ -104,27 +104,27 @@ class MetalSteps(PortableSteps):
     ) -> None:
         """Fill the results (R, ...) and the gradient of a block; KernelError if the kernel cannot run."""
         options, logits, grad = self.setting.call.options, block.logits, block.grad
-        (count, vocabulary), values = logits.shape, None
+        (count, vocabulary), target_probs = logits.shape, None
         if isinstance(self.setting.call.target, Probabilities):
-            values = probabilities(self.facts.rows(index))
-            values = (values if values.dtype in _TYPES else values.float()).contiguous()
+            target_probs = probabilities(self.facts.rows(index))
+            target_probs = (target_probs if target_probs.dtype in _TYPES else target_probs.float()).contiguous()
         if grad is not None:
             results = results | {"grad": grad if grad.dtype == logits.dtype else torch.empty_like(logits)}
-        given: dict[str, Tensor | None] = dict.fromkeys(INPUTS) | {"logits": logits, "probabilities": values}
-        given |= {"target_logits": block.target_logits, "known": known, "upstream": upstream, **self._whole}
-        given |= {name: at(one, index) for name, one in self._rows_of.items()}
+        arguments: dict[str, Tensor | None] = dict.fromkeys(INPUTS) | {"logits": logits, "probabilities": target_probs}
+        arguments |= {"target_logits": block.target_logits, "known": known, "upstream": upstream, **self._whole}
+        arguments |= {name: at(tensor, index) for name, tensor in self._rows_of.items()}
         template, threads = kernel_for(
-            given,
+            arguments,
             results,
-            lambda made, most: _kernel(made).max_threads_per_threadgroup >= most,
+            lambda template, most: _kernel(template).max_threads_per_threadgroup >= most,
             T=_TYPES[logits.dtype],
-            Probability="float" if values is None else _TYPES[values.dtype],
+            Probability="float" if target_probs is None else _TYPES[target_probs.dtype],
             SMOOTHED=smooths(options.label_smoothing),
             CAPPED=self.facts.activation.softcap is not None,
             SKIPS_EXCLUDED=not self._asked and "lse" not in options.stats,
         )
         # Placeholders for missing tensors are not accessed.
-        tensors = [*given.values(), *map(results.get, OUTPUTS)]
+        tensors = [*arguments.values(), *map(results.get, OUTPUTS)]
         _kernel(template)(
             *(logits if tensor is None else tensor for tensor in tensors),
             vocabulary,
@@ -137,7 +137,7 @@ class MetalSteps(PortableSteps):
             grad.copy_(results["grad"])
 
 
-def _kernel(template: dict[str, Any]) -> Any:
+def _kernel(template: Template) -> Any:
     """Return the kernel for template arguments. Each is compiled at most once."""
     key = tuple(template.values())
     if key not in _compiled:

@@ -10,7 +10,7 @@ sums. `kernels` has the `finish` that computes results and gradient coefficients
 options. `block` computes the gradient from the coefficients. `divergence` is the row kernel of divergences.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xent.backends.harness import Harness
 from xent.core.call import Call, array_of, dtype_name
@@ -18,6 +18,8 @@ from xent.core.spec import BackendInfo, Stats
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from xent.backends.mlx.kernels import RowKernel
 
 __all__ = ["BACKEND", "MlxBackend"]
 
@@ -61,7 +63,7 @@ class MlxBackend:
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
-    def kernel(self) -> Any:
+    def kernel(self) -> "RowKernel":
         """Return the row kernel: see `xent.backends.mlx.kernels`."""
         from xent.backends.mlx import plain
 

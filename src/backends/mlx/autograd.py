@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import mlx.core as mx
 
@@ -32,7 +32,11 @@ __all__ = ["guarded", "is_differentiated", "is_traced", "scaled", "with_gradient
 _Tree = TypeVar("_Tree")
 _Gradients = Callable[[dict[str, mx.array | None]], list[mx.array]]
 """Maps upstream gradients of outputs, by name, to gradients of inputs."""
+_Arrays = mx.array | Sequence[mx.array]
+"""What MLX passes for an argument or several, and takes for a result or several."""
 _Multiply = Callable[[mx.array, mx.array], mx.array]
+
+_Function = Callable[..., _Arrays]
 
 _PRIMITIVE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"', re.MULTILINE)
 _INPUT = re.compile(r'^"([^"]*)" -> (\d+)$', re.MULTILINE)
@@ -62,8 +66,8 @@ def guarded(tree: _Tree) -> _Tree:
         return array
 
     _mapped(tree, keep)
-    made = iter(_as_list(_guard()(*arrays)))
-    return cast(_Tree, _mapped(tree, lambda _: mx.stop_gradient(next(made))))
+    copies = iter(_as_list(_guard()(*arrays)))
+    return cast(_Tree, _mapped(tree, lambda _: mx.stop_gradient(next(copies))))
 
 
 @cache
@@ -72,14 +76,14 @@ def _guard() -> Any:
     return _custom(lambda *same: list(same))
 
 
-def _custom(function: Callable[..., Any], vjp: Any = None, jvp: Any = None) -> Any:
+def _custom(function: _Function, vjp: _Function | None = None, jvp: _Function | None = None) -> Any:
     """Return a function for MLX to transform with `vjp` alone, unless `jvp` raises another error."""
-    made: Any = mx.custom_function(function)
+    custom: Any = mx.custom_function(function)
     if vjp is not None:
-        made.vjp(vjp)
-    made.jvp(jvp or _refuse(NotImplementedError, _NO_FORWARD))
-    made.vmap(_refuse(NotImplementedError, _NO_VMAP))
-    return made
+        custom.vjp(vjp)
+    custom.jvp(jvp or _refuse(NotImplementedError, _NO_FORWARD))
+    custom.vmap(_refuse(NotImplementedError, _NO_VMAP))
+    return custom
 
 
 def _mapped(tree: Any, change: Callable[[mx.array], mx.array]) -> Any:
@@ -103,18 +107,18 @@ def with_gradients(
     only if something needs them.
     """
 
-    def vjp(primals: Any, upstream: Any, _: Any) -> Any:
-        arrays, given = _as_list(primals), _as_list(upstream)
-        known = [_is_everywhere(one, name == "loss") for name, one in zip(outputs, given, strict=True)]
-        constant = [None if skips else guarded(one) for skips, one in zip(known, given, strict=True)]
-        return _first_order(gradients(dict(zip(outputs, constant, strict=True))), [*given, *arrays])
+    def vjp(primals: _Arrays, upstream: _Arrays, _: object) -> _Arrays:
+        arrays, upstreams = _as_list(primals), _as_list(upstream)
+        known = [_is_everywhere(grad, name == "loss") for name, grad in zip(outputs, upstreams, strict=True)]
+        constant = [None if skips else guarded(grad) for skips, grad in zip(known, upstreams, strict=True)]
+        return _first_order(gradients(dict(zip(outputs, constant, strict=True))), [*upstreams, *arrays])
 
-    made = _custom(lambda *_: list(outputs.values()), vjp)(*inputs)
-    return dict(zip(outputs, _as_list(made), strict=True))
+    results = _custom(lambda *_: list(outputs.values()), vjp)(*inputs)
+    return dict(zip(outputs, _as_list(results), strict=True))
 
 
-def _as_list(arrays: Any) -> list[mx.array]:
-    return list(arrays) if isinstance(arrays, (tuple, list)) else [arrays]
+def _as_list(arrays: _Arrays) -> list[mx.array]:
+    return [arrays] if isinstance(arrays, mx.array) else list(arrays)
 
 
 def scaled(grad: mx.array, factor: mx.array | None, dtype: mx.Dtype) -> mx.array:
@@ -136,16 +140,16 @@ def _multiply_as(dtype: mx.Dtype, device: str) -> _Multiply:
     return multiply if device == "cpu" else cast(_Multiply, mx.compile(multiply, shapeless=True))
 
 
-def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
+def _first_order(gradients: list[mx.array], sources: list[mx.array]) -> _Arrays:
     """Return the gradients; differentiating them with respect to any of `sources` raises."""
     refuse = _refuse(RuntimeError, _NO_SECOND)
     # One function per gradient, so that MLX does not evaluate all gradients if only one is needed.
-    guarded = [_custom(lambda *_, grad=grad: grad, refuse, refuse)(*sources) for grad in made]
+    guarded = [_custom(lambda *_, grad=grad: grad, refuse, refuse)(*sources) for grad in gradients]
     return tuple(guarded) if len(guarded) > 1 else guarded[0]
 
 
-def _refuse(error: type[Exception], message: str) -> Callable[..., Any]:
-    def refuse(*_: Any) -> Any:
+def _refuse(error: type[Exception], message: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object) -> NoReturn:
         raise error(message)
 
     return refuse

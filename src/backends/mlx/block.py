@@ -57,19 +57,19 @@ class Block:
             if "nll" in upstream:
                 upstream["nll"] = mx.where(outside, 0, upstream["nll"])
             self.facts = replace(facts, scale=mx.where(outside, 0, facts.scale), upstream=upstream)
-        self._given = None if facts.probabilities is None else facts.probabilities.astype(self.acc)
-        self._shares = self._given
-        if self._given is not None and facts.class_weight is not None:
-            self._shares = self._given * facts.class_weight
+        self._target_probs = None if facts.probabilities is None else facts.probabilities.astype(self.acc)
+        self._shares = self._target_probs
+        if self._target_probs is not None and facts.class_weight is not None:
+            self._shares = self._target_probs * facts.class_weight
         self.total = 1 if self._shares is None else class_sum(self._shares)
         """sum_c t_c."""
         self._p: mx.array | None = None
         self._sum_of_p: mx.array | None = None
         """The sum (R,) of MLX's softmax, if its difference from 1 matters; otherwise None."""
 
-    def fold(self, asked: Collection[str]) -> Sums:
+    def fold(self, requested: Collection[str]) -> Sums:
         """Return the sums of the rows."""
-        facts, largest, classes, found = self.facts, self._largest(), None, dict[str, mx.array]()
+        facts, largest, classes, statistics = self.facts, self._largest(), None, dict[str, mx.array]()
         peak = self._finite(largest)
         below = peak[:, None] - self.x
         self._p, log_sum = self._softmax(peak)
@@ -82,48 +82,50 @@ class Block:
             target = self._below_target(peak) + log_sum
         else:
             target = class_sum(product(self._shares, below)) + self.total * log_sum
-        if "nll" in asked:
-            found["nll"] = target
-            if self._given is not None and self._given is not self._shares:
-                found["nll"] = class_sum(product(self._given, below)) + class_sum(self._given) * log_sum
+        if "nll" in requested:
+            statistics["nll"] = target
+            if self._target_probs is not None and self._target_probs is not self._shares:
+                statistics["nll"] = (
+                    class_sum(product(self._target_probs, below)) + class_sum(self._target_probs) * log_sum
+                )
         if facts.smooths:
             weighted = below if facts.class_weight is None else product(facts.class_weight, below)
             classes = class_sum(weighted) + facts.number("total_weight") * log_sum
-        if "entropy" in asked:
-            found["entropy"] = class_sum(product(p, below)) + log_sum
-        if "predictions" in asked:
-            found["predictions"] = self._best()
-        if "rank" in asked:
-            found["rank"] = ranks(self.z, self.facts)
-        if "log_sum_sq_probs" in asked:
-            found["log_sum_sq_probs"] = mx.log(class_sum(mx.square(p)))
-        if "mean_logit" in asked:
-            found["mean_logit"] = self._mean()
-        return Sums(largest, log_sum, target, classes, found)
+        if "entropy" in requested:
+            statistics["entropy"] = class_sum(product(p, below)) + log_sum
+        if "predictions" in requested:
+            statistics["predictions"] = self._best()
+        if "rank" in requested:
+            statistics["rank"] = ranks(self.z, self.facts)
+        if "log_sum_sq_probs" in requested:
+            statistics["log_sum_sq_probs"] = mx.log(class_sum(mx.square(p)))
+        if "mean_logit" in requested:
+            statistics["mean_logit"] = self._mean()
+        return Sums(largest, log_sum, target, classes, statistics)
 
-    def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
+    def gradient(self, coefs: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
         peak = self._finite(peak)
         log_p = (self.x - peak[:, None]) - log_sum[:, None]  # MLX computes it only if it is needed
         p = exp(log_p) if self._p is None else self._p
         if (
             self._shares is None
-            and given.rest is None
-            and given.beta is None
+            and coefs.rest is None
+            and coefs.beta is None
             and not self.apart
             and self._p is not None
         ):
             # If p_y is near 1 the whole gradient is small: subtract 1 before any product is rounded. In one array.
             less = p.at[mx.arange(len(p)), self.facts.target].add(-1)
-            return self._finished(less * given.gamma[:, None], given.delta)
-        grad = p * given.alpha[:, None]
-        if given.beta is not None:
-            grad = grad + product(p, given.beta[:, None] * log_p)
+            return self._finished(less * coefs.gamma[:, None], coefs.delta)
+        grad = p * coefs.alpha[:, None]
+        if coefs.beta is not None:
+            grad = grad + product(p, coefs.beta[:, None] * log_p)
         if self._shares is not None:
-            grad = grad - given.gamma[:, None] * self._shares
+            grad = grad - coefs.gamma[:, None] * self._shares
         else:
-            grad = self._with_target(grad, self._bracket(given, peak, log_sum))
-        return self._finished(grad, given.delta)
+            grad = self._with_target(grad, self._bracket(coefs, peak, log_sum))
+        return self._finished(grad, coefs.delta)
 
     def target_gradient(self, norm: mx.array) -> mx.array:
         """Return the gradient with respect to class probabilities, in which the loss is linear.
@@ -147,9 +149,9 @@ class Block:
         """Return a reference for the x of rows with a largest x, 0 for empty supports."""
         return peak if self.facts.sets is None else mx.where(peak == -mx.inf, 0, peak)
 
-    def _with_target(self, values: mx.array, new: mx.array) -> mx.array:
+    def _with_target(self, array: mx.array, new: mx.array) -> mx.array:
         """Return values (R, V) with new ones (R,) for the target."""
-        return mx.put_along_axis(values, self._index(), new[:, None], -1)
+        return mx.put_along_axis(array, self._index(), new[:, None], -1)
 
     def _below_target(self, peak: mx.array) -> mx.array:
         """Return peak - x_y (R,)."""
@@ -187,14 +189,14 @@ class Block:
             grad = mx.where(self.facts.excluded[:, None], 0, grad)
         return grad.astype(self.z.dtype)
 
-    def _bracket(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
+    def _bracket(self, coefs: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the target's element of the gradient (R,), without the delta term."""
         log_p = -(self._below_target(peak) + log_sum)
         p = exp(log_p)
-        found = given.gamma * expm1(log_p)
-        if given.rest is not None:
-            found = found + product(given.rest, p)
-        return found if given.beta is None else found + product(p, given.beta * log_p)
+        bracket = coefs.gamma * expm1(log_p)
+        if coefs.rest is not None:
+            bracket = bracket + product(coefs.rest, p)
+        return bracket if coefs.beta is None else bracket + product(p, coefs.beta * log_p)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         """Return x, and with a softcap its slope; computed as 1 - tanh^2 the slope would cancel."""
@@ -211,9 +213,9 @@ class Block:
         assert self.facts.target is not None
         return self.facts.target[:, None]
 
-    def _at_target(self, values: mx.array) -> mx.array:
+    def _at_target(self, array: mx.array) -> mx.array:
         """Return the target's element (R,) of values (R, V)."""
-        return mx.take_along_axis(values, self._index(), -1)[:, 0]
+        return mx.take_along_axis(array, self._index(), -1)[:, 0]
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
         """Return p, with 0 for the target if it is `apart`, and log sum_c exp(x_c - peak) (R,)."""
@@ -257,14 +259,14 @@ class FusedBlock(Block):
     _rounded: mx.array
     """(R,) lse - x_y, for the target logits x_y of the block."""
 
-    def fold(self, asked: Collection[str]) -> Sums:
+    def fold(self, requested: Collection[str]) -> Sums:
         """Return the sums of the rows. If alpha is known before, the gradient is computed in the same pass."""
         self.apart = False
-        if "grad" in asked and not self.facts.squares:
+        if "grad" in requested and not self.facts.squares:
             self._rounded = self._pass(coefficients(self.facts, None))[0]
         else:
             self._rounded = self._loss(self.x)
-        return super().fold(asked)
+        return super().fold(requested)
 
     def _largest(self) -> mx.array:
         """Return lse in place of the largest x."""
@@ -277,24 +279,24 @@ class FusedBlock(Block):
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
         return mx.exp(self.x - peak[:, None]), mx.zeros_like(peak)
 
-    def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
+    def gradient(self, coefs: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
-        rounded, grad = self._pass(given)
-        more = given.rest
+        rounded, grad = self._pass(coefs)
+        more = coefs.rest
         if self.facts.target_logits is not None and not needs_memory(self.facts):
-            taken = given.alpha * (mx.expm1(-self._exact(rounded)) - mx.expm1(-rounded))
+            taken = coefs.alpha * (mx.expm1(-self._exact(rounded)) - mx.expm1(-rounded))
             more = taken if more is None else taken + more
         if more is not None:
             grad = grad.at[mx.arange(len(grad)), self.facts.target].add(more.astype(grad.dtype))
-        return self._finished(grad, given.delta)
+        return self._finished(grad, coefs.delta)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         return super()._activations() if needs_memory(self.facts) else (self.z, None)
 
     def _loss(self, x: mx.array) -> mx.array:
         """Return lse - x_y (R,), accumulated in float32."""
-        made: mx.array = mx.fast.cross_entropy(x, self._index()[:, 0])
-        return made
+        loss: mx.array = mx.fast.cross_entropy(x, self._index()[:, 0])
+        return loss
 
     def _exact(self, rounded: mx.array) -> mx.array:
         """Return lse - x_y (R,), corrected for the rounding of the target logits x_y."""
@@ -304,9 +306,9 @@ class FusedBlock(Block):
         above = target_logits - self._at_target(self.x).astype(self.acc)
         return rounded - above + mx.log1p(mx.exp(-rounded) * mx.expm1(above))
 
-    def _pass(self, given: Coefficients) -> tuple[mx.array, mx.array]:
+    def _pass(self, coefs: Coefficients) -> tuple[mx.array, mx.array]:
         """Return lse - x_y (R,) and the gradient alpha (p - [c==y]) (R, V), computed once."""
         if self._passed is None:
-            (rounded,), (grad,) = mx.vjp(self._loss, [self.x], [given.alpha])
+            (rounded,), (grad,) = mx.vjp(self._loss, [self.x], [coefs.alpha])
             self._passed = rounded, grad
         return self._passed

@@ -81,15 +81,15 @@ def exact_exp(x: mx.array) -> mx.array:
     return mx.where(x < -87, 0, (1 + mx.expm1(rest)) * mx.power(mx.array(2.0, mx.float32), whole))
 
 
-def class_sum(values: mx.array) -> mx.array:
+def class_sum(array: mx.array) -> mx.array:
     """Return the sum over the last axis. On a CPU sum a tree, because MLX's sequential sum loses precision."""
-    while device_type() == "cpu" and (count := values.shape[-1]) > _TOGETHER:
+    while device_type() == "cpu" and (count := array.shape[-1]) > _TOGETHER:
         whole = count // _TOGETHER * _TOGETHER
-        parts = values[..., :whole].reshape(*values.shape[:-1], -1, _TOGETHER).sum(-1)
-        values = parts if whole == count else mx.concatenate([parts, values[..., whole:].sum(-1, keepdims=True)], -1)
-    return values.sum(-1)
+        parts = array[..., :whole].reshape(*array.shape[:-1], -1, _TOGETHER).sum(-1)
+        array = parts if whole == count else mx.concatenate([parts, array[..., whole:].sum(-1, keepdims=True)], -1)
+    return array.sum(-1)
 
 
-def product(weights: mx.array, values: mx.array) -> mx.array:
-    """Return weights * values; 0 for a weight of 0, also if the value is infinite."""
-    return mx.where(weights == 0, 0, weights * values)
+def product(weights: mx.array, array: mx.array) -> mx.array:
+    """Return weights * array; 0 for a weight of 0, also if the element is infinite."""
+    return mx.where(weights == 0, 0, weights * array)

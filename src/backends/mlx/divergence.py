@@ -16,20 +16,20 @@ from xent.core.spec import mass_tolerance
 __all__ = ["backward", "forward"]
 
 
-def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
+def forward(logits: mx.array, facts: Facts, requested: Collection[str]) -> Results:
     """Return the results of a block, with the gradient of its logits. MLX computes it only if it is needed."""
     x, slope = facts.activate(logits)
     loss, derivative = _divergence(facts, x)
-    found = {"loss": mx.where(facts.excluded, 0, loss * facts.weight)}
-    if "entropy" in asked:
+    results = {"loss": mx.where(facts.excluded, 0, loss * facts.weight)}
+    if "entropy" in requested:
         log_p, p = _softmax(x)
-        found["entropy"] = mx.where(facts.skippable, 0, 0 - class_sum(mx.where(p == 0, 0, p * log_p)))
+        results["entropy"] = mx.where(facts.skippable, 0, 0 - class_sum(mx.where(p == 0, 0, p * log_p)))
     factor = (facts.scale * facts.number("logit_scale"))[:, None]
     grad = mx.where(facts.excluded[:, None], 0, derivative * (factor if slope is None else factor * slope))
     # A gradient is rounded to float16 only after the upstream gradient is multiplied in.
     dtype = array_of(facts.call).dtype
-    found["grad"] = grad if dtype == mx.float16 and isinstance(facts.call.source, Given) else grad.astype(dtype)
-    return found
+    results["grad"] = grad if dtype == mx.float16 and isinstance(facts.call.source, Given) else grad.astype(dtype)
+    return results
 
 
 def backward(logits: mx.array, facts: Facts, norm: None) -> mx.array:
@@ -64,10 +64,10 @@ def _from_top_k(
         log_q = _softmax(log_q)[0]
     q = mx.where(known, exact_exp(log_q), 0)
     mass, safe = class_sum(q), mx.minimum(ids, vocabulary - 1)
-    log_p_k, p_k = (mx.take_along_axis(values, safe, -1) for values in (log_p, p))
+    log_p_k, p_k = (mx.take_along_axis(array, safe, -1) for array in (log_p, p))
     if tail != "bucket" and options.kind == "kl":
-        found = mx.where(known, q * (log_q - log_p_k), 0).sum(-1)
-        return found, _put(p * mass[:, None], ids, p_k * mass[:, None] - q)
+        loss = mx.where(known, q * (log_q - log_p_k), 0).sum(-1)
+        return loss, _put(p * mass[:, None], ids, p_k * mass[:, None] - q)
     # All other classes are one more cell. Their shares of it do not depend on the teacher.
     others = _put(x, ids, mx.full(ids.shape, -mx.inf, x.dtype))
     empty = mx.max(others, axis=-1) == -mx.inf
@@ -99,10 +99,10 @@ def _softmax(x: mx.array) -> tuple[mx.array, mx.array]:
     return y - mx.log(total), e / total
 
 
-def _put(values: mx.array, ids: mx.array, new: mx.array) -> mx.array:
+def _put(array: mx.array, ids: mx.array, new: mx.array) -> mx.array:
     """Return values (R, V) with new ones (R, K) at the classes `ids`; id V is ignored."""
-    wide = mx.concatenate([values, mx.zeros((len(values), 1), values.dtype)], axis=-1)
-    return mx.put_along_axis(wide, ids, new.astype(values.dtype), axis=-1)[:, : values.shape[-1]]
+    wide = mx.concatenate([array, mx.zeros((len(array), 1), array.dtype)], axis=-1)
+    return mx.put_along_axis(wide, ids, new.astype(array.dtype), axis=-1)[:, : array.shape[-1]]
 
 
 def _pulled(p: mx.array, u: mx.array) -> mx.array:

@@ -8,7 +8,6 @@ pass take it once more.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +15,7 @@ from xent.backends.mlx import divergence, plain
 from xent.backends.mlx.autograd import guarded, is_differentiated, scaled, with_gradients
 from xent.backends.mlx.devices import accumulation_dtype
 from xent.backends.mlx.facts import aligned, gather_facts
-from xent.backends.mlx.kernels import Facts, Results, asked, joined
+from xent.backends.mlx.kernels import Facts, Results, RowKernel, joined, requested_results
 from xent.backends.mlx.sources import Gradients, Loaded, Logits, cut, is_exact
 from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of, folded
 from xent.core.spec import DIFFERENTIABLE, ROW_STATS, Stats
@@ -28,7 +27,7 @@ _Step = Callable[[Loaded, slice], tuple[list[mx.array], mx.array | None]]
 """Maps the logits of a part to (results, which the step keeps; gradient of the logits, or None)."""
 
 
-def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
+def run(call: Call, kernel: RowKernel) -> tuple[mx.array, Stats]:
     """Run a call with a row kernel: see `xent.backends.mlx.kernels`.
 
     For a mean or sum, the gradients that are expected are computed with the loss. Other gradients, those of reduction
@@ -36,33 +35,33 @@ def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
     entropy of a loss have gradients too.
     """
     call = aligned(folded(call))
-    given, target, shape = _leaves(call), call.target, tuple(array_of(call).shape[:-1])
-    inputs = [*given.values(), *([target.values] if isinstance(target, Probabilities) else [])]
+    leaves, target, shape = _leaves(call), call.target, tuple(array_of(call).shape[:-1])
+    inputs = [*leaves.values(), *([target.probs] if isinstance(target, Probabilities) else [])]
     if 0 in shape:
         return _of_no_rows(inputs, call.options, shape)
-    rows = _Rows(call, kernel, "weight" in given and is_differentiated(given["weight"]))
+    rows = _PartLoop(call, kernel, "weight" in leaves and is_differentiated(leaves["weight"]))
     facts, reduces = rows.facts, call.options.reduction != "none"
-    expected = _expected(given) if reduces else []
-    found, early = rows.forward(expected)
+    expected = _expected(leaves) if reduces else []
+    results, early = rows.forward(expected)
 
     def gradients(upstream: dict[str, mx.array | None]) -> list[mx.array]:
-        made, current, together, factor = dict(early), facts, expected, facts.deferred
+        computed, current, together, factor = dict(early), facts, expected, facts.deferred
         early.clear()
         if not reduces:
-            current, together = _with_upstream(facts, upstream, found.get("entropy")), _expected(given)
+            current, together = _with_upstream(facts, upstream, results.get("entropy")), _expected(leaves)
         elif upstream["loss"] is not None:
             factor = upstream["loss"].astype(facts.weight.dtype)
             factor = factor if facts.deferred is None else factor * facts.deferred
         # Gradients that were not expected are computed separately, so that MLX evaluates them only if needed.
-        for names in (together, *([name] for name in given if name not in together)):
-            if not made.keys() >= set(names):
-                made |= rows.backward(current, names)
-        grads = [scaled(made.pop(name), factor, array.dtype).reshape(array.shape) for name, array in given.items()]
+        for names in (together, *([name] for name in leaves if name not in together)):
+            if not computed.keys() >= set(names):
+                computed |= rows.backward(current, names)
+        grads = [scaled(computed.pop(name), factor, array.dtype).reshape(array.shape) for name, array in leaves.items()]
         if isinstance(target, Probabilities):
-            grads.append(scaled(rows.of_target(current, target.values), factor, target.values.dtype))
+            grads.append(scaled(rows.of_target(current, target.probs), factor, target.probs.dtype))
         return grads
 
-    named = {"loss": _reduced(found["loss"], facts)} | _statistics(found, facts)
+    named = {"loss": _reduced(results["loss"], facts)} | _statistics(results, facts)
     linked = ["loss"]
     if not (reduces or isinstance(target, (Dense, TopK))):
         linked += [name for name in DIFFERENTIABLE if name in named]
@@ -71,10 +70,10 @@ def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
     return flat.pop("loss"), Stats(**flat)
 
 
-class _Rows:
+class _PartLoop:
     """The rows of an aligned call, as arrays that MLX does not differentiate, and the one loop over parts of them."""
 
-    def __init__(self, call: Call, kernel: Any, trained: bool) -> None:
+    def __init__(self, call: Call, kernel: RowKernel, trained: bool) -> None:
         """`trained`: whether the classifier is expected to need a gradient."""
         call = guarded(call)
         source, target = call.source, call.target
@@ -89,24 +88,24 @@ class _Rows:
         if isinstance(target, Dense):
             self._teacher = Logits(target.source, skippable, True, None)
         self._logits = Logits(source, skippable, is_exact(call), facts.target)
-        # The logits of a excluded row equal the bias, which may be -inf. In a support other classes are -inf.
+        # The logits of an excluded row equal the bias, which may be -inf. In a support other classes are -inf.
         finite = not (isinstance(source, Given) or source.bias is not None or isinstance(target, Allowed))
         self._finite = finite and facts.row_activation is None and not call.options.stats
 
     def forward(self, needs: Sequence[str]) -> tuple[Results, _Grads]:
         """Return the results of all rows, and the gradients that `needs` names."""
-        parts, names = list[Results](), asked(self.facts.call.options.stats, bool(needs))
+        parts, names = list[Results](), requested_results(self.facts.call.options.stats, bool(needs))
 
         def step(loaded: Loaded, part: slice) -> tuple[list[mx.array], mx.array | None]:
-            found = self._kernel.forward(loaded.logits, self._block(self.facts, loaded, part), names)
+            results = self._kernel.forward(loaded.logits, self._block(self.facts, loaded, part), names)
             # Keep no other reference to the gradient, so that MLX can reuse its memory.
-            grad = found.pop("grad", None)
-            parts.append(found)
-            return list(found.values()), grad if needs else None
+            grad = results.pop("grad", None)
+            parts.append(results)
+            return list(results.values()), grad if needs else None
 
-        made = self._run(step, self._gradients(needs), self.facts, [])
-        self._found = joined(parts)
-        return self._found, made
+        grads = self._run(step, self._gradients(needs), self.facts, [])
+        self._results = joined(parts)
+        return self._results, grads
 
     def backward(self, facts: Facts, needs: Sequence[str]) -> _Grads:
         """Return the gradients that `needs` names, after the forward pass; compute the logits again."""
@@ -122,10 +121,10 @@ class _Rows:
 
     def _again(self, kernel: Callable[..., mx.array], sums: Gradients, facts: Facts) -> _Grads:
         def step(loaded: Loaded, part: slice) -> tuple[list[mx.array], mx.array]:
-            norm = self._found["norm"][part] if "norm" in self._found else None
+            norm = self._results["norm"][part] if "norm" in self._results else None
             return [], kernel(loaded.logits, self._block(facts, loaded, part), norm)
 
-        return self._run(step, sums, facts, list(self._found.values()))
+        return self._run(step, sums, facts, list(self._results.values()))
 
     def _block(self, facts: Facts, loaded: Loaded, part: slice) -> Facts:
         """Return the facts of a part for a row kernel."""
@@ -150,7 +149,7 @@ def _with_upstream(facts: Facts, upstream: dict[str, mx.array | None], entropy: 
 
     `entropy` (N,) is the statistic itself, if it has an upstream gradient.
     """
-    flat = {name: one.reshape(-1).astype(facts.scale.dtype) for name, one in upstream.items() if one is not None}
+    flat = {name: grad.reshape(-1).astype(facts.scale.dtype) for name, grad in upstream.items() if grad is not None}
     scale = facts.scale * flat.pop("loss") if "loss" in flat else facts.scale
     if not flat:
         return replace(facts, scale=scale)
@@ -166,8 +165,8 @@ def _leaves(call: Call) -> dict[str, mx.array]:
     return {name: array for name, array in named.items() if isinstance(array, mx.array)}
 
 
-def _expected(given: dict[str, mx.array]) -> list[str]:
-    return [name for name, array in given.items() if is_differentiated(array)]
+def _expected(leaves: dict[str, mx.array]) -> list[str]:
+    return [name for name, array in leaves.items() if is_differentiated(array)]
 
 
 def _of_no_rows(inputs: list[mx.array], options: Options, shape: tuple[int, ...]) -> tuple[mx.array, Stats]:
@@ -190,42 +189,44 @@ def _filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array([] if shape else [0], dtype).reshape(shape)
 
 
-def _reduced(values: mx.array, facts: Facts) -> mx.array:
+def _reduced(per_row: mx.array, facts: Facts) -> mx.array:
     """Reduce values (N,) of rows by the reduction of the call: to 0-d, or for "none" return them unchanged."""
     if facts.call.options.reduction == "none":
-        return values
-    total = values.sum()
+        return per_row
+    total = per_row.sum()
     # With divisor 0 all rows are excluded but invalid ones, which are NaN.
     return total if facts.divisor is None else total / mx.where(facts.divisor == 0, 1, facts.divisor)
 
 
-def _statistics(found: Results, facts: Facts) -> dict[str, mx.array]:
+def _statistics(results: Results, facts: Facts) -> dict[str, mx.array]:
     """Return the statistics that the options name, (N,) or 0-d."""
     ignored, options = facts.ignored, facts.call.options
-    counted, made = (~ignored).sum(), dict[str, mx.array]()
+    counted, statistics = (~ignored).sum(), dict[str, mx.array]()
     for name in options.stats:
         if name == "count":
-            made[name] = counted
+            statistics[name] = counted
         elif name == "z_loss":
             factor = facts.number("z_loss")
-            term = facts.weight * factor * mx.square(_lse(found))
-            made[name] = _reduced(mx.where(facts.excluded | (factor == 0), 0, term), facts)
+            term = facts.weight * factor * mx.square(_lse(results))
+            statistics[name] = _reduced(mx.where(facts.excluded | (factor == 0), 0, term), facts)
         elif name == "accuracy":
-            correct = mx.equal(found["predictions"], _truth(facts)) & ~ignored
+            correct = mx.equal(results["predictions"], _truth(facts)) & ~ignored
             correct = correct if facts.invalid is None else correct & ~facts.invalid
-            right = correct.astype(found["loss"].dtype)
-            made[name] = right if options.accuracy_of_rows else right.sum() / mx.maximum(counted, 1)
+            right = correct.astype(results["loss"].dtype)
+            statistics[name] = right if options.accuracy_of_rows else right.sum() / mx.maximum(counted, 1)
         else:
-            value = _lse(found) if name == "lse" else found[name]
+            value = _lse(results) if name == "lse" else results[name]
             value = mx.where(ignored, -1 if name in ("predictions", "rank") else 0, value)
             if name == "rank" and facts.invalid is not None:
                 value = mx.where(facts.invalid, -1, value)
-            made[name] = value if name != "nll" or facts.invalid is None else mx.where(facts.invalid, mx.nan, value)
-    return made
+            if name == "nll" and facts.invalid is not None:
+                value = mx.where(facts.invalid, mx.nan, value)
+            statistics[name] = value
+    return statistics
 
 
-def _lse(found: Results) -> mx.array:
-    peak, log_sum = found["norm"][:, 0], found["norm"][:, 1]
+def _lse(results: Results) -> mx.array:
+    peak, log_sum = results["norm"][:, 0], results["norm"][:, 1]
     return mx.where(peak == -mx.inf, peak, peak + log_sum)
 
 

@@ -31,13 +31,13 @@ from xent.core.call import (
     gathered,
     vocabulary_of,
 )
-from xent.core.spec import LARGEST, mass_tolerance
+from xent.core.spec import LARGEST, Scalar, mass_tolerance
 from xent.core.validate import check_subset, check_support, check_targets, check_temperature, check_top_k
 
 __all__ = ["aligned", "gather_facts"]
 
 _LEAST_SCALE = 2.0**-60  # of logits: with a smaller one, float16 logits and their gradient are 0
-_Each = Callable[[mx.array, Any], mx.array]
+_Each = Callable[[mx.array, float], mx.array]
 
 
 def aligned(call: Call) -> Call:
@@ -47,7 +47,7 @@ def aligned(call: Call) -> Call:
     """
     source, target = call.source, call.target
     if isinstance(target, Probabilities) and isinstance(source, Given):
-        target = target._replace(values=mx.moveaxis(target.values, source.axis, -1))
+        target = target._replace(probs=mx.moveaxis(target.probs, source.axis, -1))
     elif isinstance(target, Dense):
         target = _restricted(target._replace(source=_aligned(target.source, "teacher.")))
     return call._replace(source=_aligned(source, "linear_"), target=target)
@@ -63,8 +63,8 @@ def _restricted(target: Dense) -> Dense:
     wrong = (ids != places).any() | (ordered[1:] == ordered[:-1]).any()
     source: Any = gathered(target.source, places)
     name = "logits" if isinstance(source, Given) else "input"
-    values = getattr(source, name)
-    return Dense(source._replace(**{name: mx.where(wrong, mx.nan, values).astype(values.dtype)}), target.activation)
+    array = getattr(source, name)
+    return Dense(source._replace(**{name: mx.where(wrong, mx.nan, array).astype(array.dtype)}), target.activation)
 
 
 def _aligned(source: Source, prefix: str) -> Source:
@@ -94,12 +94,12 @@ def gather_facts(call: Call) -> Facts:
     acc, shape = accumulation_dtype(dtype), rows if options.heads is None else rows[1:]
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
 
-    def each(values: mx.array, fill: Any) -> mx.array:
+    def each(per_target: mx.array, fill: float) -> mx.array:
         """Return the values (N,) of the rows, from those of the targets (..., T)."""
-        parts = [_shifted(values, shift, fill) for shift in shifts]
+        parts = [_shifted(per_target, shift, fill) for shift in shifts]
         return (parts[0] if options.heads is None else mx.stack(parts)).reshape(-1)
 
-    weight, found, invalid = options.sample_weight, dict[str, Any](), None
+    weight, fields, invalid = options.sample_weight, dict[str, Any](), None
     if weight is None and any(shifts) and isinstance(target, (Dense, TopK)):
         weight = mx.ones(shape, acc)
     weight = None if weight is None else each(weight.astype(acc), 0)
@@ -109,36 +109,36 @@ def gather_facts(call: Call) -> Facts:
         ids = each(target.ids.astype(mx.int64), options.ignore_index)
         ignored = ids == mx.array(options.ignore_index, dtype=mx.int64)
         invalid = ((ids < 0) | (ids >= vocabulary)) & ~ignored
-        found["target"] = mx.where(ignored | invalid, 0, ids).astype(mx.int32)
+        fields["target"] = mx.where(ignored | invalid, 0, ids).astype(mx.int32)
         if isinstance(target, Allowed):
             target, broken = _support(target, shape, vocabulary, each)
             invalid = invalid | (broken & ~ignored)
-            found["sets"] = mx.stack([target.begin, target.end], axis=-1)
+            fields["sets"] = mx.stack([target.begin, target.end], axis=-1)
     elif isinstance(target, Probabilities):
-        target = Probabilities(target.values.reshape(-1, vocabulary))
-        found["probabilities"] = target.values
+        target = Probabilities(target.probs.reshape(-1, vocabulary))
+        fields["probabilities"] = target.probs
         if any(shifts) or options.heads is not None:
-            found["order"] = order = each(mx.arange(math.prod(shape)).reshape(shape), -1)
+            fields["order"] = order = each(mx.arange(math.prod(shape)).reshape(shape), -1)
             ignored = order < 0
     elif weight is not None:
         ignored = weight == 0
     if isinstance(target, TopK):
         used = mx.ones(rows, mx.bool_) if weight is None else weight.reshape(rows) != 0
         _check(check_top_k, [*target[:2], used], target.tail, dtype_name(target.log_probs), vocabulary)
-        found |= _known(target, vocabulary, acc)
-        invalid = found.pop("wrong") & ~ignored
+        fields |= _known(target, vocabulary, acc)
+        invalid = fields.pop("wrong") & ~ignored
     if activation.temperature is not None:
         assert isinstance(call.target, (Classes, Allowed))
         _check(check_temperature, [activation.temperature, call.target.ids], options.ignore_index, min(shifts))
         heat = each(mx.broadcast_to(activation.temperature.astype(acc), shape), 1)
         heat = mx.where(ignored, 1, mx.where(heat > 0, mx.minimum(heat, LARGEST), mx.nan))
         numbers = (activation.logit_scale, _softcap(call))
-        found["row_activation"] = mx.stack([scalar(number, acc) / heat for number in numbers], axis=-1)
+        fields["row_activation"] = mx.stack([scalar(number, acc) / heat for number in numbers], axis=-1)
         invalid = None if invalid is None else invalid | mx.isnan(heat)
-    if "sets" in found and invalid is not None:
-        found["sets"] = mx.where(invalid[:, None], -1, found["sets"])
+    if "sets" in fields and invalid is not None:
+        fields["sets"] = mx.where(invalid[:, None], -1, fields["sets"])
     class_weight = None if options.weight is None else options.weight.astype(acc)
-    by_class = class_weight[found["target"]] if class_weight is not None and "target" in found else 1
+    by_class = class_weight[fields["target"]] if class_weight is not None and "target" in fields else 1
     return Facts(
         call=call._replace(target=target),
         numbers=_numbers(call, class_weight, acc),
@@ -146,19 +146,23 @@ def gather_facts(call: Call) -> Facts:
         invalid=invalid,
         class_weight=class_weight,
         **_weights(call, weight, ignored, invalid, by_class),
-        **found,
+        **fields,
     )
 
 
-def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | None, by_class: Any) -> dict[str, Any]:
+def _weights(
+    call: Call, weight: mx.array | None, ignored: mx.array, invalid: mx.array | None, by_class: mx.array | int
+) -> dict[str, Any]:
     """Return weight, scale, excluded, deferred and divisor; `by_class` are the class weights of the targets."""
     options, dtype = call.options, array_of(call).dtype
     acc, divisor, deferred = accumulation_dtype(dtype), None, None
     weight = mx.where(ignored, 0, mx.ones(ignored.shape, acc) if weight is None else weight)
     if options.reduction == "mean":
         parts = weight * by_class if invalid is None else mx.where(invalid, 0, weight * by_class)
-        given = options.normalizer
-        divisor = parts.reshape(options.heads or 1, -1).sum(1, keepdims=True) if given is None else scalar(given, acc)
+        if options.normalizer is None:
+            divisor = parts.reshape(options.heads or 1, -1).sum(1, keepdims=True)
+        else:
+            divisor = scalar(options.normalizer, acc)
     if options.heads is not None:
         # The sum of the heads' losses is one sum over all rows: a row has the weight of its head over its divisor.
         of_heads = weight.reshape(options.heads, -1)
@@ -196,19 +200,19 @@ def _support(target: Allowed, shape: tuple[int, ...], vocabulary: int, each: _Ea
     """Return the target for rows, and whether their sets are invalid, (N,). The classes are int32, at least one."""
     offsets = target.offsets
     _check(check_support, [target.classes, offsets[:-1], offsets[1:]], vocabulary)
-    given = len(target.classes)
-    classes = target.classes.astype(mx.int64) if given else mx.zeros((1,), mx.int64)
+    entry_count = len(target.classes)
+    classes = target.classes.astype(mx.int64) if entry_count else mx.zeros((1,), mx.int64)
     outside = mx.pad(mx.cumsum((classes < 0) | (classes >= vocabulary)).astype(mx.int32), (1, 0))
     begin, end = offsets[:-1].astype(mx.int64), offsets[1:].astype(mx.int64)
     sizes = end - begin
-    broken = (begin[0] != 0) | (end[-1] != given) | ((sizes < 0) | (sizes > vocabulary)).any()
-    begin, end = (each(mx.clip(part, 0, given).astype(mx.int32).reshape(shape), 0) for part in (begin, end))
+    broken = (begin[0] != 0) | (end[-1] != entry_count) | ((sizes < 0) | (sizes > vocabulary)).any()
+    begin, end = (each(mx.clip(part, 0, entry_count).astype(mx.int32).reshape(shape), 0) for part in (begin, end))
     return Allowed(target.ids, classes.astype(mx.int32), offsets, begin, end), broken | (outside[begin] < outside[end])
 
 
 def _known(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> dict[str, mx.array]:
     """Return the classes of a top-k teacher, and the "wrong" rows (N,) with invalid values."""
-    ids, log_q = (values.reshape(-1, values.shape[-1]) for values in teacher[:2])
+    ids, log_q = (array.reshape(-1, array.shape[-1]) for array in teacher[:2])
     ids, log_q = ids.astype(mx.int64), log_q.astype(acc)
     none = -1 - mx.arange(ids.shape[1], dtype=mx.int64)
     ids = mx.where(log_q == -mx.inf, none, mx.where((ids < 0) | (ids >= vocabulary), vocabulary, ids))
@@ -222,26 +226,26 @@ def _check(check: Callable[..., None], arrays: list[mx.array], *others: Any) -> 
     """Call `check` with NumPy arrays and others, if checks are on. While mx.compile traces, there are no values."""
     if os.environ.get("XENT_CHECK_TARGETS") != "1":
         return
-    values = []
+    converted = []
     for array in arrays:
         try:
             mx.eval(array)
         except ValueError:
             return
         if mx.issubdtype(array.dtype, mx.floating):
-            values.append(np.array(array if array.dtype == mx.float64 else array.astype(mx.float32), np.float64))
+            converted.append(np.array(array if array.dtype == mx.float64 else array.astype(mx.float32), np.float64))
         else:
-            values.append(np.array(array.astype(mx.int64)))
-    check(*values, *others)
+            converted.append(np.array(array.astype(mx.int64)))
+    check(*converted, *others)
 
 
-def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
+def _shifted(per_target: mx.array, shift: int, fill: float) -> mx.array:
     """Return an array with values[..., t + shift] at t, and `fill` past the end."""
     if not shift:
-        return values
-    kept = values[..., min(shift, values.shape[-1]) :]
-    missing = (*values.shape[:-1], values.shape[-1] - kept.shape[-1])
-    return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)
+        return per_target
+    rest = per_target[..., min(shift, per_target.shape[-1]) :]
+    missing = (*per_target.shape[:-1], per_target.shape[-1] - rest.shape[-1])
+    return mx.concatenate([rest, mx.full(missing, fill, dtype=per_target.dtype)], axis=-1)
 
 
 def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
@@ -249,15 +253,15 @@ def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.a
     vocabulary, smoothing = vocabulary_of(call.source), call.options.label_smoothing
     if isinstance(smoothing, mx.array):  # a 16-bit dtype would round the quotient
         smoothing = smoothing.astype(dtype)
-    total: Any = vocabulary if class_weight is None else class_sum(class_weight)
+    total: Scalar = vocabulary if class_weight is None else class_sum(class_weight)
     scale, spread = call.activation.logit_scale, smoothing / vocabulary
-    given = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]
-    if any(isinstance(value, mx.array) for value in given):
-        return mx.stack([scalar(value, dtype) for value in given])
-    return mx.array(given, dtype=dtype)
+    numbers = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]
+    if any(isinstance(value, mx.array) for value in numbers):
+        return mx.stack([scalar(value, dtype) for value in numbers])
+    return mx.array(numbers, dtype=dtype)
 
 
-def _softcap(call: Call) -> Any:
+def _softcap(call: Call) -> Scalar:
     """Return the softcap as a number or array, bounded by `LARGEST`; 0 for none."""
-    cap: Any = 0.0 if call.activation.softcap is None else call.activation.softcap
+    cap: Scalar = 0.0 if call.activation.softcap is None else call.activation.softcap
     return mx.minimum(cap, LARGEST) if isinstance(cap, mx.array) else cap

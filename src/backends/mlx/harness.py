@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from xent.backends.harness import Harness
 
@@ -27,14 +28,14 @@ class MlxHarness(Harness[mx.array]):
         self.dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")[self.device != "cpu" :]
         self.kernels: tuple[str, ...] = ("MLX's own operations",)
 
-    def array(self, values: Any, dtype: str | None = None) -> mx.array:
+    def array(self, data: ArrayLike, dtype: str | None = None) -> mx.array:
         """Return a NumPy array as an MLX array."""
-        values = np.asarray(values)
-        named = str(values.dtype)
+        data = np.asarray(data)
+        named = str(data.dtype)
         own = {"bool": "bool_", "complex128": "complex64"}.get(named, named)
-        return mx.array(values, dtype=getattr(mx, dtype or own))
+        return mx.array(data, dtype=getattr(mx, dtype or own))
 
-    def numpy(self, array: Any) -> Any:
+    def numpy(self, array: mx.array) -> NDArray[Any]:
         """Return an MLX array as a NumPy array, floats as float64."""
         return np.array(self.cast(array, None)).astype(np.float64) if self.is_float(array) else np.array(array)
 
@@ -47,12 +48,12 @@ class MlxHarness(Harness[mx.array]):
             results = function(*arrays)
             if not isinstance(results, tuple):
                 return (results if upstream is None else results * upstream).sum(), results
-            given = zip(results, upstream, strict=True)
-            return sum((result * grad).sum() for result, grad in given if grad is not None), results
+            pairs = zip(results, upstream, strict=True)
+            return sum((result * grad).sum() for result, grad in pairs if grad is not None), results
 
         with mx.stream(getattr(mx, self.device)):
-            (_, results), made = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
-            gradients = [made] if isinstance(made, mx.array) else list(made)  # for one input MLX returns no tuple
+            (_, results), grads = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
+            gradients = [grads] if isinstance(grads, mx.array) else list(grads)  # for one input MLX returns no tuple
             mx.eval(results, gradients)
         return results, gradients
 
@@ -62,24 +63,26 @@ class MlxHarness(Harness[mx.array]):
             return mx.zeros((*input.shape[:-1], weight.shape[0]), input.dtype)
         return input @ weight.T if bias is None else mx.addmm(bias, input, weight.T)
 
-    def cast(self, array: Any, dtype: Any) -> Any:
+    def cast(self, array: mx.array, dtype: mx.Dtype | None) -> mx.array:
         """Return an array as another dtype."""
         return array.astype(dtype or (mx.float64 if array.dtype == mx.float64 else mx.float32))
 
-    def is_float(self, array: Any) -> bool:
+    def is_float(self, array: mx.array) -> bool:
         """Whether an array has a float dtype."""
         return mx.issubdtype(array.dtype, mx.floating)
 
-    def picked(self, values: Any, ids: Any) -> Any:
+    def picked(self, array: mx.array, ids: mx.array) -> mx.array:
         """Return the values at some ids."""
-        return mx.take_along_axis(values, ids, -1)
+        return mx.take_along_axis(array, ids, -1)
 
-    def log_softmax(self, x: Any) -> tuple[Any, Any]:
+    def log_softmax(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return the normalizer, and x minus it. On NVIDIA GPUs some operations of MLX crash for empty arrays."""
         lse = mx.logsumexp(x, axis=-1, keepdims=True) if x.size else x.sum(-1, keepdims=True)
         return lse[..., 0], x - lse
 
-    def row_losses(self, x: Any, target: Any, weight: Any, ignored: Any, smoothing: float) -> Any:
+    def row_losses(
+        self, x: mx.array, target: mx.array, weight: mx.array | None, ignored: mx.array, smoothing: float
+    ) -> mx.array:
         """Return the cross entropy of rows."""
         _, log_p = self.log_softmax(x)
         w = mx.ones((x.shape[-1],), x.dtype) if weight is None else weight

@@ -2,7 +2,7 @@
 
 A row kernel is a module with two functions of an (R, V) block of raw logits with R, V >= 1, of any strides:
 
-- ``forward(logits, facts, asked)`` computes the results that `asked` names: "loss" and others. If the call has
+- ``forward(logits, facts, requested)`` computes the results that `requested` names: "loss" and others. If the call has
   statistics, those of excluded rows are needed too.
 - ``backward(logits, facts, norm)`` computes the gradient (R, V) of a block from the result norm (R, 2), for the present
   `scale` of the facts.
@@ -30,24 +30,26 @@ For class probabilities with class weights, the term of n is computed by a secon
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import product
 from xent.core.call import Call
+from xent.core.spec import Scalar
 
 __all__ = [
     "Coefficients",
     "Facts",
     "Results",
+    "RowKernel",
     "Sums",
     "activate",
-    "asked",
     "coefficients",
     "finish",
     "joined",
     "ordered",
+    "requested_results",
 ]
 
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
@@ -186,7 +188,17 @@ Only loss and grad must be 0 in excluded rows; the driver masks the others.
 """
 
 
-def asked(stats: Collection[str], grad: bool) -> set[str]:
+class RowKernel(Protocol):
+    """The module of a row kernel; `norm` is None for a divergence."""
+
+    def forward(self, logits: mx.array, facts: Facts, requested: Collection[str]) -> Results:
+        """Compute the results of a block."""
+
+    def backward(self, logits: mx.array, facts: Facts, norm: Any) -> mx.array:
+        """Compute the gradient of a block."""
+
+
+def requested_results(stats: Collection[str], grad: bool) -> set[str]:
     """Return the names of the results that these statistics and the gradient need.
 
     The norm is for statistics, and for gradients that are computed later.
@@ -206,7 +218,7 @@ def ordered(z: mx.array, scale: mx.array) -> mx.array:
     return mx.sign(scale).astype(z.dtype) * z
 
 
-def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array | None]:
+def activate(z: mx.array, scale: Scalar, softcap: Scalar) -> tuple[mx.array, mx.array | None]:
     """Return x = k tanh(s z / k), or s z without softcap k, and the softcap's slope, None without softcap.
 
     The slope does not include the factor s. It is not computed as 1 - tanh^2, which would cancel. `scale` and `softcap`
@@ -219,7 +231,7 @@ def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array 
     return softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
 
 
-def _differs(value: Any, neutral: float) -> bool:
+def _differs(value: Scalar, neutral: float) -> bool:
     """Whether an option has an effect. One that is in an array is included for every value."""
     return isinstance(value, mx.array) or value != neutral
 
@@ -269,10 +281,10 @@ def coefficients(facts: Facts, lse: mx.array | None, total: mx.array | float = 1
     `lse` (R,) is needed only for the z-loss; `total` is sum_c t_c.
     """
 
-    def scaled(values: mx.array) -> mx.array:
-        return values * facts.of_rows()[0] if facts.scales else values
+    def scaled(factor: mx.array) -> mx.array:
+        return factor * facts.of_rows()[0] if facts.scales else factor
 
-    r, given = scaled(facts.scale), facts.upstream
+    r, upstream = scaled(facts.scale), facts.upstream
     weight, beta, delta, rest = _target_weight(facts), None, None, list[mx.array]()
     gamma = r if weight is None else r * weight
     if facts.smooths:
@@ -280,13 +292,13 @@ def coefficients(facts: Facts, lse: mx.array | None, total: mx.array | float = 1
         rest.append(delta * facts.number("total_weight"))
     if facts.squares and lse is not None:
         rest.append(2 * facts.number("z_loss") * r * lse)
-    if "nll" in given:
-        gamma = gamma + scaled(given["nll"])
-    if "lse" in given:
-        rest.append(scaled(given["lse"]))
-    if "entropy" in given:
-        beta = -scaled(given["entropy"])
-        rest.append(beta * given["H"])
+    if "nll" in upstream:
+        gamma = gamma + scaled(upstream["nll"])
+    if "lse" in upstream:
+        rest.append(scaled(upstream["lse"]))
+    if "entropy" in upstream:
+        beta = -scaled(upstream["entropy"])
+        rest.append(beta * upstream["H"])
     more = sum(rest[1:], rest[0]) if rest else None
     alpha = gamma if facts.target is not None else gamma * total
     return Coefficients(alpha if more is None else alpha + more, gamma, beta, delta, more)

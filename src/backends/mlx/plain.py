@@ -21,24 +21,24 @@ _Compute = Callable[[Block, Any], tuple[list[mx.array], mx.array | None]]
 """Maps a block and its rows, a slice or indices, to (results, gradient)."""
 
 
-def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
+def forward(logits: mx.array, facts: Facts, requested: Collection[str]) -> Results:
     """Compute a block of rows: see `xent.backends.mlx.kernels`."""
     parts: list[Results] = []
 
     def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array | None]:
-        sums, grad = block.fold(asked), None
+        sums, grad = block.fold(requested), None
         parts.append(finish(sums, block.facts) | ({} if isinstance(rows, slice) else {"order": rows}))
-        if "grad" in asked:
-            given = coefficients(block.facts, sums.peak + sums.log_sum, block.total)
-            grad = block.gradient(given, sums.peak, sums.log_sum)
+        if "grad" in requested:
+            coefs = coefficients(block.facts, sums.peak + sums.log_sum, block.total)
+            grad = block.gradient(coefs, sums.peak, sums.log_sum)
         return list(parts[-1].values()), grad
 
-    grad = _each(logits, facts, "grad" in asked and "entropy" not in asked, compute)
-    found = joined(parts)
-    if "order" in found:
-        back = mx.argsort(found.pop("order"))
-        found = {name: value[back] for name, value in found.items()}
-    return found if grad is None else found | {"grad": grad}
+    grad = _each(logits, facts, "grad" in requested and "entropy" not in requested, compute)
+    results = joined(parts)
+    if "order" in results:
+        back = mx.argsort(results.pop("order"))
+        results = {name: value[back] for name, value in results.items()}
+    return results if grad is None else results | {"grad": grad}
 
 
 def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
@@ -52,8 +52,8 @@ def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
 
     def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array]:
         peak, log_sum = norm[rows, 0], norm[rows, 1]
-        given = coefficients(block.facts, peak + log_sum, block.total)
-        return [], block.gradient(given, peak, log_sum)
+        coefs = coefficients(block.facts, peak + log_sum, block.total)
+        return [], block.gradient(coefs, peak, log_sum)
 
     grad: mx.array = _each(logits, facts, True, compute)
     return grad
@@ -122,13 +122,13 @@ def _each_set(logits: mx.array, facts: Facts, sets: mx.array, compute: _Compute)
         step = _step(width + 1, facts)
         rows = order[start : min(start + step, 2 * start + 1, count)]
         start += len(rows)
-        some = mx.depends(rows, tie) if tie else rows
+        tied = mx.depends(rows, tie) if tie else rows
         column = columns[: width + 1]
-        place = sets[some, :1] + column
-        ids = mx.where(place < sets[some, 1:], classes[mx.clip(place, 0, len(classes) - 1)], -1)
+        place = sets[tied, :1] + column
+        ids = mx.where(place < sets[tied, 1:], classes[mx.clip(place, 0, len(classes) - 1)], -1)
         at = rows[:, None], mx.maximum(ids, 0)
-        target = mx.argmax((ids == facts.target[some, None]) | (column == width), axis=-1)
-        results, part = compute(Block(logits[at], replace(facts.part(some), target=target, ids=ids)), rows)
+        target = mx.argmax((ids == facts.target[tied, None]) | (column == width), axis=-1)
+        results, part = compute(Block(logits[at], replace(facts.part(tied), target=target, ids=ids)), rows)
         tie = results
         if part is not None:
             tie = [*results, part]

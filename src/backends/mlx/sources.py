@@ -37,18 +37,18 @@ def _logits(source: Product, hidden: mx.array, exact: bool) -> mx.array:
     if widens:
         hidden, bias = hidden.astype(mx.float32), None if bias is None else bias.astype(mx.float32)
     if isinstance(weight, QuantizedWeight):
-        made = _quantized(weight, hidden, True)
-        return made if bias is None else made + bias
+        logits = _quantized(weight, hidden, True)
+        return logits if bias is None else logits + bias
     if not widens:
         return _product(hidden, weight.T, bias)
     ranges, joined, tie = _ranges(weight), None, list[mx.array]()
-    for some in ranges:
-        part = mx.depends(weight[some], tie) if tie else weight[some]
-        tie = [_product(hidden, part.astype(mx.float32).T, None if bias is None else bias[some])]
+    for classes in ranges:
+        part = mx.depends(weight[classes], tie) if tie else weight[classes]
+        tie = [_product(hidden, part.astype(mx.float32).T, None if bias is None else bias[classes])]
         if len(ranges) == 1:
             return tie[0]
         joined = mx.zeros((len(hidden), len(weight))) if joined is None else joined
-        joined[:, some] = tie[0]
+        joined[:, classes] = tie[0]
     assert joined is not None
     return joined
 
@@ -71,9 +71,9 @@ def _input_gradient(grad: mx.array, weight: mx.array | QuantizedWeight) -> mx.ar
     if not widens:
         return grad @ weight
     total = mx.zeros((len(grad), weight.shape[1]))
-    for some in _ranges(weight):
-        part = mx.depends(weight[some], [total])
-        total = mx.addmm(total, grad[:, some].astype(mx.float32), part.astype(mx.float32))
+    for classes in _ranges(weight):
+        part = mx.depends(weight[classes], [total])
+        total = mx.addmm(total, grad[:, classes].astype(mx.float32), part.astype(mx.float32))
     return total
 
 
@@ -91,10 +91,10 @@ def _product(hidden: mx.array, columns: mx.array, bias: mx.array | None) -> mx.a
     return hidden @ columns if bias is None else mx.addmm(bias, hidden, columns)
 
 
-def _quantized(weight: QuantizedWeight, values: mx.array, transpose: bool) -> mx.array:
+def _quantized(weight: QuantizedWeight, array: mx.array, transpose: bool) -> mx.array:
     """Return the product of values with the transposed weight, or with the weight."""
     packed, scales, biases, *form = vars(weight).values()
-    product: mx.array = mx.quantized_matmul(values, packed, scales, biases, transpose, *form).astype(values.dtype)
+    product: mx.array = mx.quantized_matmul(array, packed, scales, biases, transpose, *form).astype(array.dtype)
     return product
 
 
@@ -111,7 +111,11 @@ class Gradients:
     """
 
     def __init__(
-        self, needs: Sequence[str], weight: mx.array | QuantizedWeight | None = None, dtype: Any = None, parts: int = 1
+        self,
+        needs: Sequence[str],
+        weight: mx.array | QuantizedWeight | None = None,
+        dtype: mx.Dtype = mx.float32,
+        parts: int = 1,
     ) -> None:
         """`weight` is the classifier, and `dtype` that of the hidden states."""
         self._classifier, self._needs = weight, needs
@@ -135,19 +139,19 @@ class Gradients:
         if self._classifier is None:
             self._rows.append(grad)
             return [grad]
-        made, grad = [], grad.astype(rows.dtype)
+        computed, grad = [], grad.astype(rows.dtype)
         if "input" in self._needs:
             self._rows.append(mx.where(excluded[:, None], 0, _input_gradient(grad, self._classifier)))
-            made.append(self._rows[-1])
+            computed.append(self._rows[-1])
         if "weight" in self._needs:
             # NaN in hidden states of excluded rows must not reach the gradient of the weight as 0 * NaN.
             self._add_to_weight(grad, mx.where(excluded[:, None], 0, rows))
-            made += self.of_weight
+            computed += self.of_weight
         if "bias" in self._needs:
             part = grad.astype(accumulation_dtype(rows.dtype)).sum(0)
             self._bias = part if self._bias is None else self._bias + part
-            made.append(self._bias)
-        return made
+            computed.append(self._bias)
+        return computed
 
     def _add_to_weight(self, grad: mx.array, rows: mx.array) -> None:
         if self._casts:
@@ -166,18 +170,18 @@ class Gradients:
 
         It may be called once, so that MLX can reuse the memory of the parts.
         """
-        made, rows = {}, self._rows
+        grads, rows = {}, self._rows
         if rows:
             name = self._needs[0] if self._classifier is None else "input"
-            made[name] = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+            grads[name] = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         rows.clear()
         if self.of_weight:
             sums = self.of_weight
             whole = sums[0] if len(sums) == 1 else mx.concatenate(sums)
-            made["weight"] = whole.T if self._transposed else whole
+            grads["weight"] = whole.T if self._transposed else whole
         if self._bias is not None:
-            made["bias"] = self._bias
-        return made
+            grads["bias"] = self._bias
+        return grads
 
 
 class Loaded(NamedTuple):
@@ -214,15 +218,15 @@ class Logits:
         source = self._source
         if isinstance(source, Given):
             return Loaded(rows, rows)
-        found = None if self._target is None else _target_logits(source, rows, self._target[part])
-        return Loaded(rows, _logits(source, rows, self._exact), found)
+        target_logits = None if self._target is None else _target_logits(source, rows, self._target[part])
+        return Loaded(rows, _logits(source, rows, self._exact), target_logits)
 
 
 def is_exact(call: Call) -> bool:
     """Whether logits that the call computes must be float32 or float64."""
     options = call.options
-    wanted = options.exact or not set(DIFFERENTIABLE).isdisjoint(options.stats)
-    return wanted or isinstance(call.target, (Dense, TopK))
+    requested = options.exact or not set(DIFFERENTIABLE).isdisjoint(options.stats)
+    return requested or isinstance(call.target, (Dense, TopK))
 
 
 def cut(facts: Facts, trained: bool) -> list[slice]:

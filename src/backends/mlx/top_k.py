@@ -4,7 +4,6 @@ MLX's sorts keep the order of equal elements.
 """
 
 from math import prod
-from typing import Any
 
 import mlx.core as mx
 
@@ -26,7 +25,7 @@ def run(call: Call) -> tuple[mx.array, mx.array]:
     call = guarded(aligned(folded(call)))
     source, target, shape = call.source, call.target, tuple(array_of(call).shape[:-1])
     assert isinstance(target, Largest)
-    count, acc, parts = prod(shape), accumulation_dtype(array_of(call).dtype), list[Any]()
+    count, acc, parts = prod(shape), accumulation_dtype(array_of(call).dtype), list[tuple[mx.array, mx.array]]()
     logits, workspace = Logits(source, None, True, None), getattr(source, "workspace", None)
     step = rows_per_chunk(count, vocabulary_of(source), acc.size, workspace, chunk_device())
     for start in range(0, count, step):

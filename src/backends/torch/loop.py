@@ -210,7 +210,7 @@ def _probability_gradient(setting: Setting) -> Tensor:
     """Return the gradient of the target, contiguous, in the target's dtype."""
     target, options, facts = setting.call.target, setting.call.options, Facts(setting)
     assert isinstance(target, Probabilities)
-    given = target.values
+    given = target.probs
     grad = torch.zeros(given.shape, dtype=given.dtype, device=given.device)
     flat, class_weight = grad.view(-1, given.shape[-1]), 1.0 if facts.class_weight is None else facts.class_weight
     for start, z in _logits(setting):

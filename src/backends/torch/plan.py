@@ -90,7 +90,7 @@ class Plan:
         elif isinstance(target, Probabilities) and target.order is not None:
             count = target.order.shape[0]
         elif isinstance(target, Probabilities):  # hidden states may be this rank's tokens only
-            count = target.values.shape[:-1].numel()
+            count = target.probs.shape[:-1].numel()
         else:
             count = (source.logits if isinstance(source, Given) else source.input).shape[:-1].numel()
         firsts = upstream is None and self.first
@@ -115,7 +115,7 @@ def leaves_of(call: Call) -> tuple[Any, ...]:
     """Return the values to which the flags of `Asked` refer."""
     source = call.source
     leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
-    probabilities = call.target.values if isinstance(call.target, Probabilities) else None
+    probabilities = call.target.probs if isinstance(call.target, Probabilities) else None
     return (*leaves, probabilities, call.activation.logit_scale)
 
 

@@ -89,7 +89,7 @@ def evaluate(
     in_rows, leaves = call, list(compress(leaves_of(call), plan.flags))
     if plan.asked.probabilities:
         target: Any = call.target
-        call = replaced(call, target=replaced(target, values=target.values.detach()))
+        call = replaced(call, target=replaced(target, probs=target.probs.detach()))
     if not planned.prepared:
         call = prepare(call, plan.asked.leaves, plan.asked.scale)
     if leaves:

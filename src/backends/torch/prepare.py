@@ -63,7 +63,7 @@ def classes_last(call: Call) -> Call:
     source, target = call.source, call.target
     if isinstance(source, Given):
         if isinstance(target, Probabilities) and source.axis != source.logits.dim() - 1:
-            target = replaced(target, values=target.values.movedim(source.axis, -1))
+            target = replaced(target, probs=target.probs.movedim(source.axis, -1))
         source = _moved(source)
     if isinstance(target, Dense) and isinstance(target.source, Given):
         target = replaced(target, source=_moved(target.source))
@@ -109,7 +109,7 @@ def rows_of(call: Call) -> tuple[int, ...]:
     if isinstance(target, (Classes, Allowed)):
         rows = tuple(target.ids.shape)
     elif isinstance(target, Probabilities):
-        rows = tuple(target.values.shape[:-1])
+        rows = tuple(target.probs.shape[:-1])
     else:
         rows = tuple((source.logits if isinstance(source, Given) else source.input).shape[:-1])
     return rows if options.heads is None else (options.heads, *rows)
@@ -192,7 +192,7 @@ def prepare(
     elif isinstance(target, Probabilities) and moves:
         shape = rows if options.heads is None else rows[1:]
         places = torch.arange(math.prod(shape), device=device).view(shape)
-        target = Probabilities(target.values, each(places, -1))
+        target = Probabilities(target.probs, each(places, -1))
     if activation.temperature is not None:
         divisor = each(activation.temperature.expand(rows), 1, acc)
         divisor = divisor.masked_fill(~(divisor > 0), torch.nan).clamp_(max=LARGEST)
@@ -281,7 +281,7 @@ def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
     if options.weight is not None:
         options = options._replace(weight=options.weight[:width])
     if isinstance(target, Probabilities):
-        target = target._replace(values=target.values[..., :width])
+        target = target._replace(probs=target.probs[..., :width])
     elif isinstance(target, Dense) and isinstance(target.source, Given):
         target = target._replace(source=target.source._replace(logits=target.source.logits[..., :width]))
     return call._replace(target=target, options=options, shards=shards)

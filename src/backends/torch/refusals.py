@@ -83,7 +83,7 @@ def named(call: Call, kind: Any = Tensor) -> dict[str, Any]:
     elif isinstance(target, TopK):
         values |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
     else:
-        values["target"] = target.values if isinstance(target, Probabilities) else target.ids
+        values["target"] = target.probs if isinstance(target, Probabilities) else target.ids
     if isinstance(target, Allowed):
         values |= {"support.ids": target.classes, "support.offsets": target.offsets}
     values |= fields_of(activation) | fields_of(options)

@@ -108,7 +108,7 @@ class TritonSteps:
         target = self.setting.call.target
         if not isinstance(target, Probabilities):
             return _NOT_GIVEN
-        values = target.values if rows_of(target.values) is not None else target.values.contiguous()
+        values = target.probs if rows_of(target.probs) is not None else target.probs.contiguous()
         likeliest = values.argmax(-1).view(-1) if self.inputs.recorded.accuracy is not None else None
         return values, *(rows_of(values) or ()), values.stride(-1), likeliest
 

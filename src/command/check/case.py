@@ -1,13 +1,20 @@
 """One call to check: its description, which uses no framework, and the float64 arrays drawn for it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from xent.backends.harness import AnyHarness
 from xent.core.spec import LinearTeacher, Support, TopKTeacher
 
-__all__ = ["LOSSES", "Case", "Inputs", "make_inputs", "mapped", "placed"]
+__all__ = ["LOSSES", "Array", "Case", "Inputs", "Named", "make_inputs", "mapped", "placed"]
+
+Array = NDArray[Any]
+Named = dict[str, Any]
+"""Arrays and options by their names."""
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 """The functions that return the loss of a target; the others return log-probabilities or divergences."""
@@ -25,7 +32,7 @@ class Case:
     vocabulary: int
     dtype: str
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Named = field(default_factory=dict)
     reduction: str = "mean"
     hidden: int = 24
     bias: bool = False
@@ -88,19 +95,19 @@ class Case:
         return ("loss", *self.stats)
 
     @property
-    def keywords(self) -> dict[str, Any]:
+    def keywords(self) -> Named:
         """The keyword arguments of the call other than arrays and options."""
         of_rows = self.function.endswith("log_probs")
-        found: dict[str, Any] = {"entropy": self.entropy} if of_rows else {"reduction": self.reduction}
+        keywords: Named = {"entropy": self.entropy} if of_rows else {"reduction": self.reduction}
         if self.is_linear:
-            found |= {"shift": self.shift, "workspace": self.workspace}
-        return found | {"stats": self.stats}
+            keywords |= {"shift": self.shift, "workspace": self.workspace}
+        return keywords | {"stats": self.stats}
 
-    def found_in(self, returned: Any) -> dict[str, Any]:
+    def results_in(self, returned: Any) -> Named:
         """Return the values of `results` by name, from the return value of the call."""
         parts = returned if isinstance(returned, tuple) else (returned,)
-        found = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))
-        return found | {name: getattr(parts[-1], name) for name in self.stats}
+        results = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))
+        return results | {name: getattr(parts[-1], name) for name in self.stats}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +118,11 @@ class Inputs:
     `missing`.
     """
 
-    differentiable: dict[str, Any]
+    differentiable: dict[str, Array]
     target: Any
-    options: dict[str, Any]
-    upstream: Any
-    others: dict[str, Any]
+    options: Named
+    upstream: Array | None
+    others: dict[str, Array]
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -153,24 +160,26 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         target = _draw_teacher(case, logits, options.get("temperature", 1.0), rng)
     first, *rest = case.results
     others = {name: np.asarray(rng.normal(0, 1, rows)) for name in rest}
-    others = {name: values for name, values in others.items() if name not in case.missing}
+    others = {name: gradient for name, gradient in others.items() if name not in case.missing}
     return Inputs(differentiable, target, options, None if first in case.missing else upstream, others)
 
 
-def _sources(case: Case, rng: np.random.Generator) -> tuple[dict[str, Any], Any]:
+def _sources(case: Case, rng: np.random.Generator) -> tuple[dict[str, Array], Any]:
     """Draw the differentiable arrays. Return them and the logits."""
     if not case.is_linear:
         logits = rng.normal(0, 2, (*case.rows, case.vocabulary)) + case.offset
         return {"logits": logits}, logits
     hidden = rng.normal(0, 1, (*case.rows, case.hidden))
     weight = rng.normal(0, 2 / case.hidden**0.5, (case.vocabulary, case.hidden))
-    found = {"input": hidden, "linear_weight": weight}
+    arrays = {"input": hidden, "linear_weight": weight}
     if case.bias:
-        found["linear_bias"] = rng.normal(0, 1, case.vocabulary) + case.offset
-    return found, hidden @ weight.T + found.get("linear_bias", 0) if case.is_divergence else None
+        arrays["linear_bias"] = rng.normal(0, 1, case.vocabulary) + case.offset
+    return arrays, hidden @ weight.T + arrays.get("linear_bias", 0) if case.is_divergence else None
 
 
-def _draw_teacher(case: Case, logits: Any, temperature: float, rng: np.random.Generator) -> Any:
+def _draw_teacher(
+    case: Case, logits: Array, temperature: float, rng: np.random.Generator
+) -> Array | LinearTeacher | TopKTeacher:
     """Draw a teacher. Stored logits are the student's plus noise, so that the two can be close."""
     if case.teacher == "logits":
         return logits
@@ -192,7 +201,7 @@ def _draw_teacher(case: Case, logits: Any, temperature: float, rng: np.random.Ge
     return TopKTeacher(ids, log_probs, case.teacher)
 
 
-def _draw_support(rng: np.random.Generator, target: Any, vocabulary: int) -> Support:
+def _draw_support(rng: np.random.Generator, target: Array, vocabulary: int) -> Support:
     """Draw a support for each row.
 
     The support of the last row with a target excludes the target. If the first row has no target, its support is empty.
@@ -213,21 +222,23 @@ def _draw_support(rng: np.random.Generator, target: Any, vocabulary: int) -> Sup
     return Support(ids.astype(np.int64), np.cumsum([0, *map(len, sets)]))
 
 
-def _long_span(rows: tuple[int, ...], share: float) -> Any:
+def _long_span(rows: tuple[int, ...], share: float) -> Array:
     """Return a mask of one run of rows at the beginning, like a masked prompt."""
     count = int(np.prod(rows))
     return (np.arange(count) < int(count * share / 2)).reshape(rows)
 
 
-def mapped(function: Any, value: Any) -> Any:
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to each array of a value: a dict, a support, a teacher, an array or a number."""
     if isinstance(value, dict):
         return {name: mapped(function, part) for name, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: mapped(function, getattr(value, one.name)) for one in fields(value)})
+        return replace(
+            value, **{attribute.name: mapped(function, getattr(value, attribute.name)) for attribute in fields(value)}
+        )
     return function(value) if hasattr(value, "shape") and not np.isscalar(value) else value
 
 
-def placed(harness: Any, value: Any, dtype: str) -> Any:
+def placed(harness: AnyHarness, value: Any, dtype: str) -> Any:
     """Return a value with its NumPy arrays on the harness's device, those of floats as `dtype`."""
     return mapped(lambda array: harness.array(array, dtype if array.dtype.kind == "f" else None), value)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 import xent
-from xent.backends.harness import Harness
+from xent.backends.harness import AnyHarness, Operand
 from xent.backends.protocol import Backend
 from xent.backends.reference import gradients
-from xent.command.check.case import LOSSES, Case, Inputs, make_inputs, mapped, placed
+from xent.command.check.case import LOSSES, Array, Case, Inputs, Named, make_inputs, mapped, placed
 from xent.core.call import Call
 from xent.core.signature import FUNCTIONS
 
@@ -41,7 +41,8 @@ _NOTHING = 1e-30
 _ROUNDING = {"float16": 2 * 2.0**-10, "bfloat16": 2 * 2.0**-7, "float32": 2 * 2.0**-23, "float64": 64 * 2.0**-52}
 """Units in the last place that are allowed: in float64 for the rounding errors of the backend and of the reference."""
 
-Results = dict[str, Any]
+
+Operands = tuple[Operand, ...]
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Comparison:
 
 
 def judge_case(
-    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
+    backend: Backend, harness: AnyHarness, case: Case, seed: int = 0, workspace: int | None = None
 ) -> list[Comparison]:
     """Run a case on a backend, and compare its results and every gradient with the reference."""
     case = case if workspace is None else replace(case, workspace=workspace)
     count, combined = (_DRAWS_OF_DIVERGENCES, typical_of) if case.is_divergence else (_DRAWS, worst_of)
     draws: list[list[Comparison]] = []
     while len(draws) < count and not (draws and all(comparison.passed for comparison in draws[0])):
-        truth, made, plain, sizes = results_of_case(backend, harness, case, seed + len(draws))
-        draws.append([compare(name, made[name], truth[name], plain[name], case, sizes.get(name)) for name in truth])
+        truth, computed, plain, sizes = results_of_case(backend, harness, case, seed + len(draws))
+        draws.append([compare(name, computed[name], truth[name], plain[name], case, sizes.get(name)) for name in truth])
     return [combined(same) for same in zip(*draws, strict=True)]
 
 
@@ -87,10 +88,10 @@ def typical_of(draws: Sequence[Comparison]) -> Comparison:
     if not worst.error <= _MOST_OF_A_DRAW * worst.bound:
         return worst
     errors, bounds = ([max(getattr(draw, name), _NOTHING) for draw in draws] for name in ("error", "bound"))
-    return Comparison(draws[0].output, *(float(np.exp(np.mean(np.log(values)))) for values in (errors, bounds)))
+    return Comparison(draws[0].output, *(float(np.exp(np.mean(np.log(series)))) for series in (errors, bounds)))
 
 
-def compare(output: str, made: Any, truth: Any, plain: Any, case: Case, sizes: Any = None) -> Comparison:
+def compare(output: str, computed: Array, truth: Array, plain: Array, case: Case, sizes: Any = None) -> Comparison:
     """Compare one output with the reference. The bound follows from the error of the unfused computation, `plain`.
 
     `sizes`: the values that the errors of a gradient's rows are relative to; None for the norm of each row.
@@ -99,34 +100,34 @@ def compare(output: str, made: Any, truth: Any, plain: Any, case: Case, sizes: A
     is_wide = output == "target" or (is_result and case.function != "linear_cross_entropy")
     dtype = case.wide if is_wide else case.dtype
     if is_result:  # relative to the largest value
-        made, truth, plain = (np.asarray(values)[..., None] for values in (made, truth, plain))
+        computed, truth, plain = (np.asarray(array)[..., None] for array in (computed, truth, plain))
         sizes = np.abs(truth[np.isfinite(truth)]).max(initial=0)
     elif sizes is None:
         sizes = _norms(truth)
     bound = _SLACK * _worst(plain, truth, sizes) + _ROUNDING[dtype]
-    return Comparison(output, _worst(made, truth, sizes) if made.shape == truth.shape else np.inf, bound)
+    return Comparison(output, _worst(computed, truth, sizes) if computed.shape == truth.shape else np.inf, bound)
 
 
-def _worst(values: Any, truth: Any, sizes: Any) -> float:
+def _worst(computed: Array, truth: Array, sizes: Array) -> float:
     """Return the worst error over rows, relative to their sizes. Infinite values must be equal."""
     infinite = np.isinf(truth)
-    if (values[infinite] != truth[infinite]).any():
+    if (computed[infinite] != truth[infinite]).any():
         return np.inf
-    error = _norms(np.where(infinite, 0.0, values) - np.where(infinite, 0.0, truth))
+    error = _norms(np.where(infinite, 0.0, computed) - np.where(infinite, 0.0, truth))
     relative = np.where(sizes > 0, error / np.where(sizes > 0, sizes, 1.0), np.where(error > 0, np.inf, error))
     return float(relative.max(initial=0))
 
 
-def call_of(case: Case, differentiable: Results, options: Results) -> Call:
+def call_of(case: Case, differentiable: Named, options: Named) -> Call:
     """Return the validated call of a case on NumPy arrays. `options` includes the target or teacher."""
     function = FUNCTIONS[case.function]
-    given = dict(zip(function.names, function.defaults, strict=True)) | case.keywords | options | differentiable
-    return function.describe(given, given)
+    arguments = dict(zip(function.names, function.defaults, strict=True)) | case.keywords | options | differentiable
+    return function.describe(arguments, arguments)
 
 
 def results_of_case(
-    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0
-) -> tuple[Results, Results, Results, Results]:
+    backend: Backend, harness: AnyHarness, case: Case, seed: int = 0
+) -> tuple[Named, Named, Named, Named]:
     """Return (reference, backend, unfused, sizes); the first three contain results and gradients by name.
 
     `sizes` contains the size of each row of the gradients: the sum of the norms of the contributions of each result.
@@ -145,95 +146,95 @@ def results_of_case(
     grads = {name: harness.array(grad, wide) for name, grad in drawn.items() if grad is not None}
     upstream = tuple(map(grads.get, case.results))
 
-    def logits_of(*given: Any) -> Any:
-        return harness.linear(*(*given, None)[:3]) if case.is_linear else given[0]
+    def logits_of(*operands: Operand) -> Operand:
+        return harness.linear(*(*operands, None)[:3]) if case.is_linear else operands[0]
 
-    def rows_of(logits: Any, target: Any = target) -> tuple[Any, ...]:
+    def rows_of(logits: Operand, target: Operand = target) -> Operands:
         return _unfused(harness, case, inputs, logits, target)
 
-    def unfused(*given: Any) -> tuple[Any, ...]:
-        return rows_of(logits_of(*given[:count]), *given[count:])
+    def unfused(*operands: Operand) -> Operands:
+        return rows_of(logits_of(*operands[:count]), *operands[count:])
 
-    def fused(*given: Any) -> tuple[Any, ...]:
-        named = dict(zip(arrays, given, strict=True))
+    def fused(*operands: Operand) -> Operands:
+        named = dict(zip(arrays, operands, strict=True))
         returned = getattr(xent, case.function)(**named, **options, **case.keywords, backend=backend.name)
-        return tuple(case.found_in(returned)[name] for name in case.results)
+        return tuple(case.results_in(returned)[name] for name in case.results)
 
-    def cast(array: Any, dtype: str) -> Any:
+    def cast(array: Operand, dtype: str) -> Operand:
         return harness.array(harness.numpy(array), dtype)
 
-    def exact() -> tuple[Any, list[Any]]:
+    def exact() -> tuple[Operands, list[Operand]]:
         """Compute with logits in the dtype `wide`. Their gradient is rounded to the case's dtype."""
-        given = tuple(cast(array, wide) for array in leaves)
-        results, (grad,) = harness.gradients(rows_of, (logits_of(*given),), upstream)
-        _, gradients = harness.gradients(logits_of, given, cast(cast(grad, case.dtype), wide))
+        wide_leaves = tuple(cast(array, wide) for array in leaves)
+        results, (grad,) = harness.gradients(rows_of, (logits_of(*wide_leaves),), upstream)
+        _, gradients = harness.gradients(logits_of, wide_leaves, cast(cast(grad, case.dtype), wide))
         return results, [cast(gradient, case.dtype) for gradient in gradients]
 
-    def named(found: tuple[Any, list[Any]]) -> Results:
-        results, gradients = found
+    def named(outputs: tuple[Operands, list[Operand]]) -> Named:
+        results, gradients = outputs
         return dict(zip((*case.results, *arrays), map(harness.numpy, (*results, *gradients)), strict=True))
 
-    made = named(harness.gradients(fused, leaves, upstream))
+    computed = named(harness.gradients(fused, leaves, upstream))
     is_exact = case.function == "linear_log_probs"
     plain = named(exact() if is_exact else harness.gradients(unfused, leaves, upstream))
     if case.is_divergence and case.stats:
         plain["entropy"] = named(exact())["entropy"]
-    truth, sizes = _reference(case, *(mapped(harness.numpy, some) for some in (arrays, options, grads)))
+    truth, sizes = _reference(case, *(mapped(harness.numpy, group) for group in (arrays, options, grads)))
     if case.alone:
         for name, array in zip(case.results, fused(*leaves), strict=True):
-            made[name + _ALONE] = harness.numpy(array)
+            computed[name + _ALONE] = harness.numpy(array)
             truth[name + _ALONE], plain[name + _ALONE] = truth[name], plain[name]
-    return truth, made, plain, sizes
+    return truth, computed, plain, sizes
 
 
-def _reference(case: Case, arrays: Results, options: Results, upstream: Results) -> tuple[Results, Results]:
+def _reference(case: Case, arrays: Named, options: Named, upstream: Named) -> tuple[Named, Named]:
     """Compute the reference from the backend's inputs, which are rounded to the case's dtype.
 
     Return results and sizes.
     """
     returned = getattr(xent, case.function)(**arrays, **options, **case.keywords, backend="numpy")
-    found = {name: np.asarray(value) for name, value in case.found_in(returned).items()}
+    truth = {name: np.asarray(value) for name, value in case.results_in(returned).items()}
     call, sign = call_of(case, arrays, options), -1 if case.function.endswith("log_probs") else 1
-    nothing = np.zeros(found[case.results[0]].shape)
-    sizes: Results = {}
+    nothing = np.zeros(truth[case.results[0]].shape)
+    sizes: Named = {}
     for result, grad in upstream.items():
         is_first = result == case.results[0]
         shares = _gradients(call, sign * grad if is_first else nothing, {} if is_first else {result: grad}, arrays)
         for name, share in shares.items():
-            found[name] = found.get(name, 0.0) + share
+            truth[name] = truth.get(name, 0.0) + share
             sizes[name] = sizes.get(name, 0.0) + _norms(share)
         if result == "entropy":
             for name, share in _gradients(call, nothing, {"lse": grad}, arrays).items():
                 sizes[name] = sizes[name] + _norms(share)
-    return found, sizes
+    return truth, sizes
 
 
-def _norms(gradient: Any) -> Any:
-    return np.linalg.norm(np.atleast_2d(gradient), axis=-1)
+def _norms(gradient: Array) -> Array:
+    return np.asarray(np.linalg.norm(np.atleast_2d(gradient), axis=-1))
 
 
-def _gradients(call: Call, upstream: Any, others: Results, names: Collection[str]) -> Results:
-    made = gradients(call, upstream, **others)
-    return {name: made[name] for name in names}
+def _gradients(call: Call, upstream: Array, others: Named, names: Collection[str]) -> Named:
+    by_name = gradients(call, upstream, **others)
+    return {name: by_name[name] for name in names}
 
 
-def _unfused(harness: Harness[Any], case: Case, inputs: Inputs, logits: Any, target: Any) -> tuple[Any, ...]:
+def _unfused(harness: AnyHarness, case: Case, inputs: Inputs, logits: Operand, target: Operand) -> Operands:
     """Compute the results of a case in unfused operations on logits. `target` is that of `inputs` on the device.
 
     With a shift, targets and options move: those of t + shift to row t. The last rows have none, and have weight 0.
     """
-    options, found, ignored = dict(inputs.options), {}, np.zeros(case.rows, bool)
+    options, results, ignored = dict(inputs.options), {}, np.zeros(case.rows, bool)
 
-    def moved(values: Any) -> Any:
-        return np.roll(values, -case.shift, len(case.rows) - 1) if case.shift else values
+    def moved(array: Array) -> Array:
+        return np.roll(array, -case.shift, len(case.rows) - 1) if case.shift else array
 
     if case.shift:
         ignored[..., max(case.rows[-1] - case.shift, 0) :] = True
         weight = np.broadcast_to(options.get("sample_weight", 1.0), case.rows)
         options["sample_weight"] = np.where(ignored, 0.0, moved(weight))
     if case.is_divergence:
-        given = placed(harness, options, case.wide) | _teacher_of(harness, case, target)
-        found["loss"] = harness.unfused_divergence(logits, reduction=case.reduction, **given)
+        keywords = placed(harness, options, case.wide) | _teacher_of(harness, case, target)
+        results["loss"] = harness.unfused_divergence(logits, reduction=case.reduction, **keywords)
         ignored = ignored | (np.asarray(options.get("sample_weight", 1.0)) == 0)
         target = harness.array(np.zeros(case.rows, np.int64))  # any: of these results only the entropy is used
     else:
@@ -244,24 +245,24 @@ def _unfused(harness: Harness[Any], case: Case, inputs: Inputs, logits: Any, tar
             order = harness.array(np.roll(np.arange(case.rows[-1]), -case.shift))
             target = target[..., order] if is_classes else target[..., order, :]
         if case.function in LOSSES:
-            given = placed(harness, options, case.wide)
-            found["loss"] = harness.unfused_loss(logits, target, reduction=case.reduction, **given)
-    if len(case.results) > len(found):
-        given = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+            keywords = placed(harness, options, case.wide)
+            results["loss"] = harness.unfused_loss(logits, target, reduction=case.reduction, **keywords)
+    if len(case.results) > len(results):
+        keywords = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
         if "temperature" in options:
-            given["temperature"] = moved(np.broadcast_to(options["temperature"], case.rows))
+            keywords["temperature"] = moved(np.broadcast_to(options["temperature"], case.rows))
         if "support" in options:
             support, allowed = options["support"], np.zeros((ignored.size, case.vocabulary), bool)
             allowed[np.arange(ignored.size).repeat(np.diff(support.offsets)), support.ids] = True
-            given["allowed"] = moved(allowed.reshape(*case.rows, case.vocabulary)) | ignored[..., None]
-        found |= harness.unfused_rows(
-            logits, target, **placed(harness, given | {"ignored": np.asarray(ignored)}, case.wide)
+            keywords["allowed"] = moved(allowed.reshape(*case.rows, case.vocabulary)) | ignored[..., None]
+        results |= harness.unfused_rows(
+            logits, target, **placed(harness, keywords | {"ignored": np.asarray(ignored)}, case.wide)
         )
-        found["log_probs"] = 0 - found["nll"]
-    return tuple(found[name] for name in case.results)
+        results["log_probs"] = 0 - results["nll"]
+    return tuple(results[name] for name in case.results)
 
 
-def _teacher_of(harness: Harness[Any], case: Case, teacher: Any) -> Results:
+def _teacher_of(harness: AnyHarness, case: Case, teacher: Any) -> Named:
     """Return the teacher's logits, with what else they need, or the classes that it knows."""
     if case.teacher == "logits":
         return {"teacher": teacher}

@@ -18,9 +18,9 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from xent.backends import TABLE, backends
-from xent.backends.harness import Harness
+from xent.backends.harness import AnyHarness
 from xent.backends.protocol import Backend
-from xent.command.check.case import LOSSES, Case
+from xent.command.check.case import LOSSES, Case, Named
 from xent.command.check.judge import Comparison, judge_case
 from xent.core.spec import DIFFERENTIABLE
 
@@ -64,7 +64,7 @@ class Work:
 
     backend: Backend
     device: str
-    harness: Harness[Any]
+    harness: AnyHarness
     cases: dict[Kind, Sequence[Case]]
     full: bool = False
     """Whether the cases have every pair of options."""
@@ -80,8 +80,8 @@ class Work:
 
     def only(self, name: str) -> "Work":
         """Return this work with the case of that name alone, or without any."""
-        found = [case for cases in self.cases.values() for case in cases if str(case) == name]
-        return replace(self, full=False, cases={(case.function, case.dtype): [case] for case in found})
+        matching = [case for cases in self.cases.values() for case in cases if str(case) == name]
+        return replace(self, full=False, cases={(case.function, case.dtype): [case] for case in matching})
 
 
 def check(names: Sequence[str] = (), full: bool = False, case: str | None = None) -> int:
@@ -125,18 +125,18 @@ def check(names: Sequence[str] = (), full: bool = False, case: str | None = None
 
 def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
     """Return the checks of the named backends, or without names of all available ones except the reference."""
-    found = []
+    works = []
     for (name, _), load in TABLE.items():
         if name == "numpy" or (names and name not in names) or not (backend := load()).info().available:
             continue
         for device in backend.info().devices:
             harness = backend.harness(device)
             kinds = [(function, dtype) for function in FUNCTIONS for dtype in harness.dtypes]
-            found.append(Work(backend, device, harness, {kind: cases_of(harness, *kind, full) for kind in kinds}, full))
-    return found
+            works.append(Work(backend, device, harness, {kind: cases_of(harness, *kind, full) for kind in kinds}, full))
+    return works
 
 
-def cases_of(harness: Harness[Any], function: str, dtype: str, full: bool = False) -> Sequence[Case]:
+def cases_of(harness: AnyHarness, function: str, dtype: str, full: bool = False) -> Sequence[Case]:
     """Return the cases that reach every kernel and loop of this device; if `full`, every pair of options as well."""
     return reaching(harness, function, dtype) + (pairs(function, dtype) if full else [])
 
@@ -146,13 +146,13 @@ def check_all(works: Sequence[Work]) -> Iterator[Line]:
     for work in works:
         good, results = True, _results(work)
         for (function, dtype), cases in work.cases.items():
-            found, failed, seen, notes = (
-                list(chain.from_iterable(some)) for some in zip(*islice(results, len(cases)), strict=True)
+            comparisons, failed, seen, notes = (
+                list(chain.from_iterable(parts)) for parts in zip(*islice(results, len(cases)), strict=True)
             )
             work.seen.update(seen)
             work.notes.update(notes)
             good = good and not failed
-            worst = max(found, key=_nearness, default=Comparison("", 0.0, 1.0))
+            worst = max(comparisons, key=_nearness, default=Comparison("", 0.0, 1.0))
             yield Line(work.backend.name, work.device, function, dtype, len(cases), worst, tuple(failed))
         if good and work.full and not work.notes:
             work.harness.passed()
@@ -198,16 +198,16 @@ def _judged_by(key: tuple[str, str], device: str, case: Case) -> _Result:
     return _judged(backend, backend.harness(device), case)
 
 
-def _judged(backend: Backend, harness: Harness[Any], case: Case) -> _Result:
+def _judged(backend: Backend, harness: AnyHarness, case: Case) -> _Result:
     """Judge a case. An exception is a failure; a warning, which says that other code ran, is a note."""
     with harness.watched() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
-            found = judge_case(backend, harness, case)
-            failed = [f"{case}: {result.output}" for result in found if not result.passed]
+            comparisons = judge_case(backend, harness, case)
+            failed = [f"{case}: {result.output}" for result in comparisons if not result.passed]
         except Exception as error:
-            found, failed = [], [f"{case}: {type(error).__name__}: {error}"]
-    return found, failed, seen, {str(one.message) for one in caught if "xent" in str(one.message)}
+            comparisons, failed = [], [f"{case}: {type(error).__name__}: {error}"]
+    return comparisons, failed, seen, {str(warning.message) for warning in caught if "xent" in str(warning.message)}
 
 
 def _nearness(result: Comparison) -> float:
@@ -227,7 +227,7 @@ def summary(works: Sequence[Work], lines: Sequence[Line]) -> str:
 
 FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
 
-Setting = dict[str, Any]
+Setting = Named
 """Options, and fields of a case, that belong together."""
 _BENDS: dict[str, Sequence[Any]] = {"softcap": (3.0,), "logit_scale": (1.5, -0.7)}
 """Factors, each with values for the option or field of its name, or with settings. A case may also have none."""
@@ -286,10 +286,10 @@ _SETTINGS: dict[str, Sequence[Setting]] = {
     "linear_log_probs": (_OF_ROWS,),
 }
 """The settings that reach every kernel and loop of a number of classes."""
-_FIELDS = {one.name for one in fields(Case)}
+_FIELDS = {attribute.name for attribute in fields(Case)}
 
 
-def reaching(harness: Harness[Any], function: str, dtype: str) -> list[Case]:
+def reaching(harness: AnyHarness, function: str, dtype: str) -> list[Case]:
     """Return the smallest set of cases that reaches every kernel and loop of the device.
 
     One dtype, bfloat16, gets every size that the harness names; the others a short row.
@@ -307,10 +307,10 @@ def reaching(harness: Harness[Any], function: str, dtype: str) -> list[Case]:
         Case(function, (5,), size, dtype, name, reduction=reduction, hidden=16, ignored=0.0, alone=True)
         for name, size in sizes.items()
     ]
-    found = [_set(case, (setting,)) for case in cases for setting in _SETTINGS[function]]
+    variants = [_set(case, (setting,)) for case in cases for setting in _SETTINGS[function]]
     if function == "linear_log_probs":  # in a longer row the gradient of a class in one row's support would cancel
-        found.append(_set(cases[0], (_OF_ROWS, {"support": True})))
-    return found + (chunk_cases(function, dtype) if is_linear and is_all else [])
+        variants.append(_set(cases[0], (_OF_ROWS, {"support": True})))
+    return variants + (chunk_cases(function, dtype) if is_linear and is_all else [])
 
 
 def chunk_cases(function: str, dtype: str) -> list[Case]:
@@ -318,13 +318,13 @@ def chunk_cases(function: str, dtype: str) -> list[Case]:
 
     The gradient of a classifier is accumulated in another way over more than 16 chunks.
     """
-    one = Case(function, (24,), 1000, dtype, "one chunk", hidden=32, ignored=0.2, alone=True)
+    single = Case(function, (24,), 1000, dtype, "one chunk", hidden=32, ignored=0.2, alone=True)
     if function not in LOSSES:
-        one = replace(one, reduction="none", entropy=True)
-    row = one.vocabulary * {"float64": 8, "float32": 4}.get(dtype, 2)
-    several = replace(one, name="several chunks", workspace=7 * row, bias=True)
-    more = [replace(several, reduction="none"), replace(one, name="many chunks", workspace=row)]
-    return [one, several, *(more if function in LOSSES else [])]
+        single = replace(single, reduction="none", entropy=True)
+    row = single.vocabulary * {"float64": 8, "float32": 4}.get(dtype, 2)
+    several = replace(single, name="several chunks", workspace=7 * row, bias=True)
+    more = [replace(several, reduction="none"), replace(single, name="many chunks", workspace=row)]
+    return [single, several, *(more if function in LOSSES else [])]
 
 
 def pairs(function: str, dtype: str) -> list[Case]:
@@ -340,17 +340,17 @@ def pairs(function: str, dtype: str) -> list[Case]:
 def _settings(factors: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Setting]]:
     """Return the settings of each factor, and none."""
     return {
-        name: [{}, *(value if isinstance(value, dict) else {name: value} for value in values)]
-        for name, values in factors.items()
+        name: [{}, *(value if isinstance(value, dict) else {name: value} for value in levels)]
+        for name, levels in factors.items()
     }
 
 
 def _set(case: Case, settings: Sequence[Setting]) -> Case:
     """Return a case with some settings, which also name it."""
-    given = {name: value for setting in settings for name, value in setting.items()}
-    shown = [f"{name}={value}" for name, value in given.items() if name not in ("reduction", "teacher")]
-    options = {name: value for name, value in given.items() if name not in _FIELDS}
-    own = {name: value for name, value in given.items() if name in _FIELDS}
+    merged = {name: value for setting in settings for name, value in setting.items()}
+    shown = [f"{name}={value}" for name, value in merged.items() if name not in ("reduction", "teacher")]
+    options = {name: value for name, value in merged.items() if name not in _FIELDS}
+    own = {name: value for name, value in merged.items() if name in _FIELDS}
     return replace(case, name=", ".join(filter(None, [case.name, *shown])) or "plain", options=options, **own)
 
 
@@ -361,7 +361,7 @@ def covering(factors: Mapping[str, Sequence[Setting]], seed: str) -> list[tuple[
     """
     generator = random.Random(seed)
     named = [[(name, place) for place in range(len(settings))] for name, settings in factors.items()]
-    missing = {pair for one, other in combinations(named, 2) for pair in product(one, other)}
+    missing = {pair for first, other in combinations(named, 2) for pair in product(first, other)}
     rows = []
     while missing:
         drawn = [[generator.choice(settings) for settings in named] for _ in range(100)]

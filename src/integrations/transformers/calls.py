@@ -24,7 +24,10 @@ from xent.core.chunks import rows_per_chunk
 from xent.integrations.transformers.deferred import (
     KNOWN,
     DeferredLogits,
+    Function,
     Recipe,
+    Result,
+    Tensors,
     autocast_dtype,
     check_unchanged,
     derive,
@@ -40,10 +43,11 @@ from xent.integrations.trl import row_entropy
 
 __all__ = ["causal_lm_loss", "factors", "smooth_from_hidden_states"]
 
-_Made = tuple[Recipe, Tensor] | None
+_After = tuple[Recipe, Tensor] | None
+"""What a step returns."""
 
 
-def _functions(names: str) -> list[Any]:
+def _functions(names: str) -> list[Function]:
     functions = [getattr(place, name, None) for name in names.split() for place in (Tensor, torch, F)]
     return list(filter(callable, functions))
 
@@ -51,7 +55,7 @@ def _functions(names: str) -> list[Any]:
 _DIVIDES = tuple(_functions("div true_divide __truediv__"))  # Dynamo of PyTorch 2.8 does not look into a frozenset
 
 
-def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
+def _scale(recipe: Recipe, like: Tensor, function: Function, factor: Any) -> _After:
     """Record a multiplication or division by a number. After tanh it must stay a softcap, which is positive."""
     if type(factor) not in (int, float) or not math.isfinite(factor) or factor == 0:
         return None
@@ -63,14 +67,14 @@ def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
     return recipe, function(like, factor)
 
 
-def _tanh(recipe: Recipe, like: Tensor, function: Any) -> _Made:
+def _tanh(recipe: Recipe, like: Tensor, function: Function) -> _After:
     """Record a tanh, which is part of a softcap."""
     if recipe.softcap is not None:
         return None
     return recipe.then("tanh", softcap=1.0), function(like)
 
 
-def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
+def _add(recipe: Recipe, like: Tensor, function: Function, other: Any) -> _After:
     """Record the sum of two heads (LoRA), or of logits and one constant per class (final_logits_bias)."""
     changed = recipe.scale != 1 or recipe.softcap is not None or recipe.is_moved or recipe.caller is not None
     if not isinstance(other, Tensor) or changed or recipe.in_shards:
@@ -101,20 +105,21 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
     return recipe, function(like, term)
 
 
-def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
+def _to(recipe: Recipe, like: Tensor, function: Function, *args: Any, **kwargs: Any) -> _After:
     """Record a move to another device, or a conversion to a dtype that is at least as wide as that of the product.
 
     PEFT's adapters may be float32 where the head is bfloat16: their sum is then converted back.
     """
-    made, narrowest = function(recipe.empty(), *args, **kwargs), recipe.autocast or recipe.hidden[0].dtype
-    if torch.promote_types(made.dtype, narrowest) != made.dtype:
+    converted, narrowest = function(recipe.empty(), *args, **kwargs), recipe.autocast or recipe.hidden[0].dtype
+    dtype, device = converted.dtype, converted.device
+    if torch.promote_types(dtype, narrowest) != dtype:
         return None
-    if (made.dtype, made.device) == (recipe.dtype, recipe.device):
+    if (dtype, device) == (recipe.dtype, recipe.device):
         return recipe, like
-    return recipe.then(f"converted to {made.dtype} on {made.device}", device=made.device), like.to(made.dtype)
+    return recipe.then(f"converted to {dtype} on {device}", device=device), like.to(dtype)
 
 
-def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
+def _reshape(recipe: Recipe, like: Tensor, function: Function, *args: Any, **kwargs: Any) -> _After:
     """Record a copy, or a reshape of the leading axes."""
     shaped = function(like, *args, **kwargs)
     if shaped is like:  # `contiguous` of contiguous logits
@@ -124,7 +129,7 @@ def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: 
     return recipe.on_rows(lambda hidden: hidden.reshape(*shaped.shape[:-1], hidden.shape[-1])), shaped
 
 
-def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
+def _take(recipe: Recipe, like: Tensor, function: Function, index: Any) -> _After:
     """Record an index: slices of rows and of the first classes, or one boolean mask of rows."""
     if isinstance(index, Tensor):
         if index.dtype != torch.bool or index.ndim >= like.ndim:
@@ -144,7 +149,7 @@ def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
     return recipe.on_rows(lambda hidden: hidden[parts]), taken
 
 
-def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any) -> Any:
+def _record(step: Callable[..., _After], function: Function, *args: Any, **kwargs: Any) -> Result:
     """Record a step of the first of the arguments that are deferred logits."""
     place = next((place for place, each in enumerate(args) if is_open(each)), None)
     if place is None or (kwargs and step not in (_to, _reshape)) or (place > 0 and step is not _add):
@@ -153,13 +158,13 @@ def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any
         args = args[0], args[1].clone()  # the caller may change the mask before the logits are read
     recipe = args[place]._recipe
     like = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device="meta")
-    made = step(recipe, like, function, *args[:place], *args[place + 1 :], **kwargs)
-    if made is None:
+    recorded = step(recipe, like, function, *args[:place], *args[place + 1 :], **kwargs)
+    if recorded is None:
         return NotImplemented
-    return args[place] if made[0] is recipe else derive(made[0], (function, args, kwargs), made[1])
+    return args[place] if recorded[0] is recipe else derive(recorded[0], (function, args, kwargs), recorded[1])
 
 
-def _detach(function: Any, logits: Any) -> Any:
+def _detach(function: Function, logits: Tensor) -> Result:
     """Record what DeepSpeed's ZeRO-3 does in a Function of its own to all outputs of a model."""
     if not is_open(logits) or not logits._recipe.gathers or torch.is_grad_enabled():
         return NotImplemented
@@ -167,7 +172,7 @@ def _detach(function: Any, logits: Any) -> Any:
         return derive(logits._recipe, (identity, (logits,), {}))
 
 
-def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
+def _register_hook(function: Function, logits: Tensor, hook: Function) -> Result:
     """Register a backward hook of FSDP, which gathers weights, or of DeepSpeed on the loss of these logits too.
 
     If the loss is computed outside of the module that is wrapped, its gradients do not pass through these logits.
@@ -178,12 +183,14 @@ def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
     return unhandled(function, logits, hook)
 
 
-def _base(function: Any, logits: Any) -> Any:
+def _base(function: Function, logits: Tensor) -> Result:
     """Return None as the base of logits that are not a view of others, although their memory is an expanded view."""
     return None if is_open(logits) and not logits._recipe.is_view else NotImplemented
 
 
-def factors(recipe: Recipe, hidden: Any, weights: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def factors(
+    recipe: Recipe, hidden: Tensors, weights: Tensors, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return hidden states (..., D), weight (V, D) and bias (V,) of a single product, which is a sum of products."""
     input, weight, classes = hidden[0], weights[0], recipe.size[-1]
     if len(weights) > 1:
@@ -219,7 +226,7 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
     return loss
 
 
-def _by_rows(function: Any, logits: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _by_rows(function: Function, logits: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Result:
     """Return a function over the classes, from logits that are computed in chunks of rows, and again for a gradient."""
     if not is_open(logits) or type(dim) is not int or dim not in (-1, logits.ndim - 1) or "out" in kwargs:
         return NotImplemented
@@ -242,20 +249,20 @@ def _by_rows(function: Any, logits: Any, dim: Any = None, *args: Any, **kwargs: 
     return tree_map(lambda *each: recipe.hooked(torch.cat(each).reshape((*shape, *each[0].shape[1:]))), *results)
 
 
-def _top_k(function: Any, logits: Any, k: int, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
+def _top_k(function: Function, logits: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Result:
     """Return `function`, a topk, over the classes, as `_by_rows` does."""
     return _by_rows(lambda x, dim, *rest, **more: function(x, k, dim, *rest, **more), logits, dim, *args, **kwargs)
 
 
-def _split(function: Any, logits: Any, size: Any, dim: Any = 0) -> Any:
+def _split(function: Function, logits: Tensor, size: Any, dim: int = 0) -> Result:
     """Record a split of the first axis into parts of one size."""
     known = is_open(logits) and type(size) is int and size > 0 and dim == 0
     return tuple([logits[first : first + size] for first in range(0, len(logits), size)]) if known else NotImplemented
 
 
 def _cross_entropy(
-    function: Any, input: Any, target: Any, size_average: Any = None, reduce: Any = None, **options: Any
-) -> Any:
+    function: Function, input: Any, target: Any, size_average: Any = None, reduce: Any = None, **options: Any
+) -> Result:
     """Return `function`, torch.nn.functional.cross_entropy, of deferred logits (N, V) or (V,), or NotImplemented.
 
     The result has the dtype that PyTorch's has: that of the logits, or float32 under autocast.
@@ -329,11 +336,11 @@ def causal_lm_loss(
     target, flat = shift_labels.reshape(-1).to(logits.device), logits.view(-1, vocab_size)
     if len(target) != len(flat):
         raise ValueError(f"labels must hold one token for each of the {len(flat)} positions, got {len(target)}")
-    call: Any = _loss if is_open(flat) else xent.cross_entropy
+    call: Function = _loss if is_open(flat) else xent.cross_entropy
     return call(flat, target, ignore_index=ignore_index, normalizer=num_items_in_batch)  # type: ignore[no-any-return]
 
 
-def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
+def smooth_from_hidden_states(smooth: Function) -> Function:
     """Return a LabelSmoother.__call__ that computes the loss of deferred logits from hidden states."""
 
     @functools.wraps(smooth)
@@ -353,7 +360,7 @@ def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
     return smoothed
 
 
-_STEPS: dict[str, Callable[..., _Made]] = {
+_STEPS: dict[str, Callable[..., _After]] = {
     "tanh": _tanh,
     "add __add__ __radd__": _add,
     "mul multiply __mul__ __rmul__ div true_divide __truediv__": _scale,
@@ -370,9 +377,9 @@ _METHODS = "size dim ndimension numel nelement __len__ __hash__ is_floating_poin
 _GETTERS = [getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()]
 """The functions that `__torch_function__` receives when attributes are read."""
 
-KNOWN.update(dict.fromkeys([*_GETTERS, *_functions(_METHODS)], unhandled))
 KNOWN.update(
-    {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
+    dict.fromkeys([*_GETTERS, *_functions(_METHODS)], unhandled)
+    | {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
     | dict.fromkeys([row_entropy, *_SOFTMAX, *_functions("argmax max logsumexp")], _by_rows)
     | dict.fromkeys(_functions("topk"), _top_k)
     | dict.fromkeys(_functions("split"), _split)

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,10 @@ from xent.integrations.transformers.history import looks, note
 __all__ = [
     "KNOWN",
     "DeferredLogits",
+    "Function",
     "Recipe",
+    "Result",
+    "Tensors",
     "autocast_dtype",
     "check_unchanged",
     "defer",
@@ -56,7 +59,14 @@ __all__ = [
 ]
 
 
-def shards(hook: Any) -> bool:
+Function = Callable[..., Any]
+"""A function or method of PyTorch, or a hook."""
+Recorded = tuple[Function, tuple[Any, ...], dict[str, Any]]
+"""A call: function, args, kwargs."""
+Tensors = tuple[Tensor, ...]
+
+
+def shards(hook: Function) -> bool:
     """Whether a hook is one of PyTorch's or DeepSpeed's for models in shards, which does not need the logits."""
     return str(getattr(inner(hook), "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
 
@@ -72,13 +82,13 @@ class _Origin:
 
     name: str
     source: Tensor
-    kept: Any
+    retained: Tensor | None
     """The tensor, or this process's shard of it. None if FSDP frees what it gathers for the head's call."""
     head: nn.Module | None
     """The head whose optimizer steps count."""
     gathered: bool
     """Whether the weight may be whole only during the head's call."""
-    state: dict[str, Any]
+    state: dict[str, int]
     """What must stay the same, by the words for a change."""
     sample: Tensor | None
     """Some elements of a weight."""
@@ -88,13 +98,13 @@ def origin(name: str, tensor: Tensor, head: nn.Module | None = None, gathered: b
     """Return the present state of a tensor: "hidden states" or "weights"."""
     head = None if torch.compiler.is_compiling() else head
     shard = local(tensor)
-    kept = None if gathered and shard is tensor else shard
+    retained = None if gathered and shard is tensor else shard
     sample = None if name == "hidden states" else _sample(shard).clone()
-    return _Origin(name, tensor, kept, head, gathered, _state(kept, head, gathered), sample)
+    return _Origin(name, tensor, retained, head, gathered, _state(retained, head, gathered), sample)
 
 
-def _state(tensor: Any, head: nn.Module | None, gathered: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {} if head is None else {"changed by an optimizer's step": steps.get(head, 0)}
+def _state(tensor: Tensor | None, head: nn.Module | None, gathered: bool) -> dict[str, int]:
+    state: dict[str, int] = {} if head is None else {"changed by an optimizer's step": steps.get(head, 0)}
     if tensor is not None:
         compiling = torch.compiler.is_compiling()  # Dynamo cannot trace Tensor.is_inference and addresses
         if not gathered and not compiling:
@@ -108,21 +118,21 @@ def check_unchanged(origins: Iterable[_Origin], looked_at: bool = True) -> None:
 
     Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
     """
-    for one in origins if not torch.compiler.is_compiling() else ():
-        now = _state(one.kept, one.head, one.gathered)
-        happened = next((words for words, value in one.state.items() if now[words] != value), None)
+    for record in origins if not torch.compiler.is_compiling() else ():
+        now = _state(record.retained, record.head, record.gathered)
+        happened = next((words for words, value in record.state.items() if now[words] != value), None)
         if happened is not None:
-            raise _changed(one.name, happened)
-        if looked_at and one.kept is not None:
-            _compare(one, one.kept)
+            raise _changed(record.name, happened)
+        if looked_at and record.retained is not None:
+            _compare(record, record.retained)
 
 
-def _compare(one: _Origin, tensor: Tensor) -> None:
+def _compare(record: _Origin, tensor: Tensor) -> None:
     """Raise RuntimeError if the elements of a weight are not those at the head's call; do not look in CUDA graphs."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    if one.sample is not None and not torch.allclose(_sample(tensor), one.sample, 0, 0, equal_nan=True):
-        raise _changed(one.name, "written to through parameter.data (by hand, or by merging an adapter)")
+    if record.sample is not None and not torch.allclose(_sample(tensor), record.sample, 0, 0, equal_nan=True):
+        raise _changed(record.name, "written to through parameter.data (by hand, or by merging an adapter)")
 
 
 def _changed(name: str, happened: str) -> RuntimeError:
@@ -134,7 +144,7 @@ def _changed(name: str, happened: str) -> RuntimeError:
     )
 
 
-def local(weight: Any) -> Tensor:
+def local(weight: Tensor) -> Tensor:
     """Return what this process keeps of a weight: its shard in DeepSpeed's ZeRO-3 or in a DTensor."""
     shard: Any = getattr(weight, "ds_tensor", weight)
     if in_shards(shard):
@@ -143,7 +153,7 @@ def local(weight: Any) -> Tensor:
     return shard  # type: ignore[no-any-return]
 
 
-def in_shards(tensor: Any) -> bool:
+def in_shards(tensor: object) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
@@ -157,9 +167,9 @@ def _sample(weight: Tensor) -> Tensor:
 class Recipe:
     """softcap * tanh(scale * (sum of hidden @ weight.T + bias) / softcap), or without tanh."""
 
-    hidden: tuple[Tensor, ...]
+    hidden: Tensors
     """Each (..., D). There are several if LoRA adds a product."""
-    weights: tuple[Tensor, ...]
+    weights: Tensors
     """Each (V, D), or a DTensor with the classes in shards."""
     bias: Tensor | None
     """(V,): the biases of all heads, and constants that the model adds to its logits, such as final_logits_bias."""
@@ -176,7 +186,7 @@ class Recipe:
     """The dtype of matrix products under autocast, or None."""
     caller: Any = None
     """(hidden states, task=) -> task(hidden states, weight, bias) in a call of the head, which gathers its weight."""
-    made: tuple[Any, ...] | None = None
+    recorded: "Recorded | None" = None
     """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
     is_view: bool = False
     """Whether they are a view of the logits in that call."""
@@ -192,7 +202,7 @@ class Recipe:
     """That of losses with gradients, as in `xent.linear_cross_entropy`."""
     tracked: bool = True
     """Whether gradients were enabled, so that autograd records them if one of the origins requires a gradient."""
-    hooks: tuple[Callable[[Tensor], Any], ...] = ()
+    hooks: tuple[Function, ...] = ()
     """Hooks of FSDP and DeepSpeed on the gradient of the logits, for the gradient of what is computed from them."""
 
     @property
@@ -223,11 +233,11 @@ class Recipe:
         """Return the recipe with `change` applied to the hidden states, to reshape or select rows."""
         return replace(self, hidden=tuple([change(each) for each in self.hidden]))
 
-    def hooked(self, made: Tensor) -> Tensor:
+    def hooked(self, output: Tensor) -> Tensor:
         """Return the logits or the loss with the hooks."""
-        for hook in self.hooks if made.requires_grad else ():
-            made.register_hook(hook)
-        return made
+        for hook in self.hooks if output.requires_grad else ():
+            output.register_hook(hook)
+        return output
 
 
 def run(recipe: Recipe, task: Callable[..., Tensor]) -> Any:
@@ -243,13 +253,15 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def unhandled(function: Any, *args: Any, **kwargs: Any) -> Any:
+def unhandled(function: Function, *args: Any, **kwargs: Any) -> Any:
     """Call a function without `__torch_function__` of its arguments."""
     return Tensor.__torch_function__(function, (), args, kwargs)
 
 
-KNOWN: dict[Any, Callable[..., Any]] = {}
-"""Function -> (function, its arguments) -> the result, or NotImplemented, which means that it needs real logits."""
+Result = Any
+"""The result of a call, or NotImplemented, which means that it needs real logits."""
+KNOWN: dict[Function, Callable[..., Result]] = {}
+"""Function -> (function, its arguments) -> result."""
 
 
 def _blank(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -275,16 +287,16 @@ class DeferredLogits(Tensor):
     _real: Tensor | None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device, or record the call, or execute it with real logits."""
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling() and private.inspects():
             # torch.compile inspects an argument of a compiled function, and needs the deferred tensor itself
             return unhandled(func, *args, **kwargs)
         if func in KNOWN:
-            made = KNOWN[func](func, *args, **kwargs)
-            if made is not NotImplemented:
-                return made
+            result = KNOWN[func](func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: real(logits, func), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -298,7 +310,7 @@ class _DispatchedLogits(DeferredLogits):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares the disabled implementation
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Execute a call from C++ with values. `_Edge` handles its gradients."""
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: _values(logits, func), (args, kwargs or {}))
@@ -321,10 +333,10 @@ class _LogitsInShards(_DispatchedLogits):
 
     def redistribute(self, device_mesh: Any = None, placements: Any = (), **kwargs: Any) -> Any:
         """Record a gather of the shards, or nothing if the placement stays the same."""
-        wanted, (placement,) = placements[0], self.placements
-        if wanted == placement or (wanted.is_shard(-1) and placement.is_shard()):
+        requested, (placement,) = placements[0], self.placements
+        if requested == placement or (requested.is_shard(-1) and placement.is_shard()):
             return self
-        return self._call(wanted.is_replicate(), "redistribute", wanted, device_mesh, placements, **kwargs)
+        return self._call(requested.is_replicate(), "redistribute", requested, device_mesh, placements, **kwargs)
 
     def to_local(self, **kwargs: Any) -> Any:
         """Record the conversion of gathered logits to a plain tensor; for logits in shards compute them."""
@@ -336,8 +348,8 @@ class _LogitsInShards(_DispatchedLogits):
 
     def _call(self, known: bool, name: str, placement: Any, *args: Any, **kwargs: Any) -> Any:
         if known and is_open(self) and not kwargs.keys() - {"async_op"}:
-            made: Any = methodcaller(name, *args, **kwargs), (self,), {}
-            return derive(replace(self._recipe, placement=placement), made)
+            recorded: Recorded = methodcaller(name, *args, **kwargs), (self,), {}
+            return derive(replace(self._recipe, placement=placement), recorded)
         return getattr(real(self, getattr(self, name)), name)(*args, **kwargs)
 
 
@@ -354,23 +366,23 @@ def defer(recipe: Recipe) -> DeferredLogits:
     return logits
 
 
-def derive(recipe: Recipe, made: tuple[Any, ...], like: Tensor | None = None) -> DeferredLogits:
+def derive(recipe: Recipe, recorded: Recorded, like: Tensor | None = None) -> DeferredLogits:
     """Return the deferred logits of a recorded call, with the shape, strides and dtype of `like`."""
     if like is not None:
         recipe = replace(recipe, size=tuple(like.shape), stride=like.stride(), dtype=like.dtype)
-    return defer(replace(recipe, made=made, is_view=like is not None and like._base is not None))
+    return defer(replace(recipe, recorded=recorded, is_view=like is not None and like._base is not None))
 
 
-def is_open(logits: Any) -> bool:
+def is_open(logits: object) -> TypeGuard[DeferredLogits]:
     """Whether these are deferred logits that were not computed, and to which no other autograd node is attached."""
     if not isinstance(logits, DeferredLogits) or logits._real is not None:
         return False
-    if logits._recipe.is_view and not is_open(logits._recipe.made[1][0]):  # type: ignore[index]
+    if logits._recipe.is_view and not is_open(logits._recipe.recorded[1][0]):  # type: ignore[index]
         return False
     return logits._recipe.tracked or not logits.requires_grad
 
 
-def real(logits: DeferredLogits, function: Any) -> Tensor:
+def real(logits: DeferredLogits, function: Function) -> Tensor:
     """Return the real logits, the same tensor each time. `function` is the function that reads them."""
     if logits._real is None:
         tracked, followed = logits._recipe.tracked, logits.requires_grad
@@ -382,18 +394,18 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
     return logits._real
 
 
-def _values(logits: DeferredLogits, function: Any) -> Any:
+def _values(logits: DeferredLogits, function: Function) -> Any:
     if logits._real is not None:
         return logits._real.detach()
     with torch.no_grad():
         return _read(logits, function, _values)
 
 
-def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) -> Any:
+def _read(logits: DeferredLogits, function: Function, read: Callable[..., Tensor]) -> Any:
     """Compute logits, or the view of logits that `read` returns. Raise RuntimeError if the weights have changed."""
     recipe = logits._recipe
     if recipe.is_view:
-        view, (base, *arguments), options = recipe.made  # type: ignore[misc]
+        view, (base, *arguments), options = recipe.recorded  # type: ignore[misc]
         return view(read(base, function), *arguments, **options)
     check_unchanged(recipe.origins)
     note(recipe.call, "computed", looks(function))
@@ -402,20 +414,20 @@ def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) ->
 
 def _compute(recipe: Recipe) -> Any:
     """Compute logits with the operations that the model called, in their order and dtypes."""
-    if recipe.made is None:
-        made: Any = run(recipe, partial(_product, recipe.origins))
-        return made.full_tensor() if recipe.in_shards and recipe.placement is None else made
-    function, args, kwargs = recipe.made
+    if recipe.recorded is None:
+        logits: Any = run(recipe, partial(_product, recipe.origins))
+        return logits.full_tensor() if recipe.in_shards and recipe.placement is None else logits
+    function, args, kwargs = recipe.recorded
     args = tuple([_compute(each._recipe) if isinstance(each, DeferredLogits) else each for each in args])
     return function(*args, **kwargs)
 
 
-def _product(origins: Any, hidden: Any, weights: Any, bias: Any) -> Tensor:
+def _product(origins: tuple[_Origin, ...], hidden: Any, weights: Any, bias: Any) -> Tensor:
     """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
     (hidden,), (weight,) = hidden, weights
-    for one, gathered in zip(origins[1:], (weight, bias)):  # noqa: B905  # PyTorch 2.8 compiles strict=False as True
-        if one.kept is None:  # FSDP frees such weights after the head's call: `check_unchanged` cannot look at them
-            _compare(one, gathered)
+    for record, gathered in zip(origins[1:], (weight, bias)):  # noqa: B905  # PyTorch 2.8 compiles strict=False as True
+        if record.retained is None:  # freed by FSDP after the head's call: `check_unchanged` cannot look at it
+            _compare(record, gathered)
     if in_shards(weight):
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -448,8 +460,8 @@ class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, *tensors: Tensor) -> Any:
         ctx.recipe, ctx.tensors = recipe, tensors
-        made = _memory(recipe.empty(), recipe.size, recipe.dtype)
-        return made.as_subclass(_DispatchedLogits if recipe.placement is None else _LogitsInShards)
+        logits = _memory(recipe.empty(), recipe.size, recipe.dtype)
+        return logits.as_subclass(_DispatchedLogits if recipe.placement is None else _LogitsInShards)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from xent.integrations.patch import name_of
 
@@ -50,18 +51,18 @@ class History:
         """A sentence about a head that is not linear itself, such as PEFT's."""
         self.last: dict[bool, _Call] = {}
         """The last call in training (True) and in evaluation (False)."""
-        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """The optimizers that made a step since the last call of the head."""
         self.went_past = False
         """Whether a training step since then did not call the head."""
         self._warned = False
         _by_key[self.key] = self
 
-    def __deepcopy__(self, memo: Any) -> "History":
+    def __deepcopy__(self, memo: object) -> "History":
         """Return the same object: PEFT copies the head, and its copy belongs to the same model."""
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[str]]:
         """Pickle only the name."""
         return History, (self.name,)
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, __version__  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
@@ -57,9 +58,13 @@ if str(__version__).startswith(("3.", "4.")):
         "call xent.linear_cross_entropy instead of head and loss"
     )
 
+Head = Any
+"""A head: its class has `_DeferringHead`, or gets it."""
+Owner = Any
+"""A model of transformers or PEFT."""
 _histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
 """Patched model -> its history. Its heads, and copies of them, refer to the same history."""
-_hook: list[Any] = []
+_hook: list[RemovableHandle] = []
 
 
 def patch(model: nn.Module | None = None, precision: str | None = None) -> Patch:
@@ -147,7 +152,7 @@ def unpatch(model: nn.Module | None = None) -> None:
             _hook.pop().remove()
 
 
-def _patching(post_init: Any, precision: str | None) -> Any:
+def _patching(post_init: Callable[..., None], precision: str | None) -> Any:
     """Return a `post_init` that patches the model."""
 
     @functools.wraps(post_init)
@@ -164,7 +169,7 @@ def history_of(module: nn.Module) -> History | None:
     return vars(module).get("xent_history", _histories.get(module))
 
 
-def why_unused(model: Any) -> str:
+def why_unused(model: Owner) -> str:
     """Return why the heads of a patched model were not called."""
     head = model.get_output_embeddings()
     if head is not None and all(history_of(part) is None for part in head.modules()):
@@ -185,7 +190,7 @@ def _watch(head: nn.Module) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, it would lose its effect
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Count a step, also in the weights' version counters, and warn if it did not call the head of a patched model.
 
     PyTorch calls this after each step of each optimizer. A head is not called if it or a forward was replaced.
@@ -218,30 +223,30 @@ class _DeferringHead:
     xent_plan: Callable[[Tensor], Tensor] | None = None
     """The forward that a tensor-parallel plan of transformers gave the head."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Head, *args: Any, **kwargs: Any) -> Any:
         """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
         if hasattr(self._parameters.get("weight"), "ds_id") and not kwargs:
-            made = _deferred(self, args[0], self.weight, self.bias)
-            if made is not None:
-                return made
+            logits = _deferred(self, args[0], self.weight, self.bias)
+            if logits is not None:
+                return logits
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Any:
+    def forward(self: Head, input: Tensor, task: Callable[..., Tensor] | None = None) -> Any:
         """Return deferred logits if possible, otherwise logits. With a task, return task(input, weight, bias)."""
         weight, bias = self.weight, self.bias  # a parametrization computes them at each look
         if task is not None:
             return task(input, weight, bias)
-        made = None if hasattr(weight, "ds_id") else _deferred(self, input, weight, bias)
+        logits = None if hasattr(weight, "ds_id") else _deferred(self, input, weight, bias)
         plan = getattr(self, "xent_plan", None)  # a plan may still call this forward when the class was restored
-        if made is not None or plan is None:
-            return F.linear(input, weight, bias) if made is None else made
+        if logits is not None or plan is None:
+            return F.linear(input, weight, bias) if logits is None else logits
         history, self.xent_plan, self.xent_history = self.xent_history, None, None  # the plan may call this forward
         try:
             return plan(input)
         finally:
             self.xent_plan, self.xent_history = plan, history
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __reduce_ex__(self: Head, protocol: Any) -> Any:
         """Pickle with the original class, because the class of the head cannot be imported."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (self.xent_plain,), *reduced[2:]
@@ -250,27 +255,27 @@ class _DeferringHead:
 class _DeferringTokens(_DeferringHead):
     """Mixin for PEFT's layer of trained tokens, which are rows of its weight; its base layer is the head."""
 
-    def forward(self: Any, input: Tensor, *args: Any) -> Any:
+    def forward(self: Head, input: Tensor, *args: Any) -> Any:
         """Return deferred logits, or what the layer returns."""
-        active, made = self.active_adapters, None
+        active, logits = self.active_adapters, None
         if len(active) == 1 and not (self.disable_adapters or self.merged):
-            made = _deferred(self, input, self.get_merged_weights(active), None)
-        return super(_DeferringHead, self).forward(input) if made is None else made  # type: ignore[misc]
+            logits = _deferred(self, input, self.get_merged_weights(active), None)
+        return super(_DeferringHead, self).forward(input) if logits is None else logits  # type: ignore[misc]
 
 
 @functools.cache
-def _deferring(kind: Any) -> Any:
+def _deferring(kind: type) -> type:
     """Return the subclass of `kind` that defers its logits."""
     mixin = _DeferringTokens if hasattr(kind, "get_merged_weights") else _DeferringHead
     return type(f"Deferring{kind.__name__}", (mixin, kind), {"xent_plain": kind})
 
 
-def _new(kind: type) -> Any:
+def _new(kind: type) -> Head:
     """Return an empty head for unpickling."""
     return object.__new__(_deferring(kind))
 
 
-def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
+def _deferred(head: Head, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return deferred logits, or None if this call must compute its logits."""
     history, compiling = getattr(head, "xent_history", None), torch.compiler.is_compiling()
     if history is None:
@@ -320,7 +325,7 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
+def _why_computed(head: Head, input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return why this call must compute its logits, or None if it can defer them.
 
     Logits are deferred for plain tensors, if no hook needs the head's output. Without gradients they are not deferred
@@ -354,7 +359,7 @@ def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
     return None
 
 
-def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
+def _why_computed_in_shards(head: Head, input: Tensor, weight: Any) -> str | None:
     """Return why a head whose weight is a DTensor cannot defer its logits, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile defers no logits with classes in shards"
@@ -375,13 +380,13 @@ def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
     return None
 
 
-def _is_of_plan(forward: Any) -> bool:
+def _is_of_plan(forward: object) -> bool:
     """Whether a forward was installed by transformers' tensor parallelism."""
     is_theirs = str(getattr(forward, "__module__", "")).startswith("transformers.")
     return is_theirs and "install_forward.<locals>.tp_forward" in repr(forward)
 
 
-def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
+def _caller(head: Head, weight: Tensor) -> Callable[..., Tensor] | None:
     """Return what calls the head so that its weight is gathered, if it may be gathered only for that."""
     if torch.compiler.is_compiling():
         return None
@@ -398,7 +403,7 @@ def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
     return None
 
 
-def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Any:
+def _gathered(head: Head, input: Tensor, task: Callable[..., Tensor]) -> Any:
     """Return the result of the head's forward, with the weights of its FSDP2 group."""
     head.unshard()
     try:
@@ -407,9 +412,9 @@ def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Any:
         head.reshard()
 
 
-def find_owner(model: nn.Module) -> Any:
+def find_owner(model: nn.Module) -> Owner:
     """Return the transformers or PEFT model inside of wrappers; raise ValueError if there is none."""
-    owner: Any = model
+    owner: Owner = model
     while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
         owner = owner.module  # a wrapper such as DistributedDataParallel
     if not hasattr(owner, "get_output_embeddings"):
@@ -420,22 +425,22 @@ def find_owner(model: nn.Module) -> Any:
     return owner
 
 
-def find_heads(owner: Any) -> list[nn.Module]:
+def find_heads(owner: Owner) -> list[nn.Module]:
     """Return the linear layers that compute the model's logits; raise ValueError if there are none.
 
     With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
     """
     head = owner.get_output_embeddings()
-    found: list[Any] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
-    if not found:
+    linears: list[Head] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
+    if not linears:
         causal = getattr(owner, "loss_type", None) == "ForCausalLM"
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be patched: get_output_embeddings() is "
             f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
             f"forward of its class; the model was left as it was. {_CAUSAL if causal else _ADVICE}"
         )
-    classes = max(module.out_features for module in found)
-    return [module for module in found if module.out_features == classes]
+    classes = max(module.out_features for module in linears)
+    return [module for module in linears if module.out_features == classes]
 
 
 def _is_linear(module: Any) -> bool:
@@ -459,7 +464,7 @@ _CAUSAL = (
 )
 
 
-def defer_logits(head: Any, history: Any) -> bool:
+def defer_logits(head: Any, history: History) -> bool:
     """Make a head defer its logits; return whether this changed the head."""
     _watch(head)
     if _is_of_plan(vars(head).get("forward")):
@@ -483,7 +488,7 @@ def _restore_head(head: Any) -> None:
         _set_class(head, kind)
 
 
-def _set_class(head: Any, kind: type) -> None:
+def _set_class(head: Head, kind: type) -> None:
     """Set the head's class, and bind its forward again where an attribute, such as one of accelerate's, holds it."""
     for name, value in vars(head).items():
         if getattr(value, "__func__", None) is type(head).forward:

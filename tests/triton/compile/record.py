@@ -166,7 +166,7 @@ def _call(case: Case, **more: Any) -> None:
 
     def call() -> dict[str, Any]:
         found = getattr(xent, case.function)(**leaves, **options, **case.keywords, **more, backend="triton")
-        return case.found_in(found)
+        return case.results_in(found)
 
     if case.alone:
         call()

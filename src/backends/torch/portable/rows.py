@@ -331,7 +331,7 @@ def times(weights: Any, values: Tensor) -> Tensor:
 
 def probabilities(facts: Facts) -> Tensor:
     """Return the target probabilities of rows, (R, C), in the caller's dtype."""
-    values = Rows(cast(Probabilities, facts.setting.call.target).values)
+    values = Rows(cast(Probabilities, facts.setting.call.target).probs)
     return values[facts.index if facts.order is None else facts.order.clamp(min=0)]
 
 
