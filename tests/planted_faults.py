@@ -83,7 +83,7 @@ FAULTS = [
         (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
-        "softcap not differentiated at the target", PORTABLE + "rows.py",
+        "softcap not differentiated at the target", PORTABLE + "facts.py",
         "        if self._slope is not None:\n",
         "        if self._slope is not None:\n            self._put(self._slope, 1.0)\n", (MATRIX, "-k", "softcap"),
     ),
@@ -111,32 +111,32 @@ FAULTS = [
     ),
     # The facts of rows.
     Fault(
-        "ignored rows weigh", PORTABLE + "rows.py",
+        "ignored rows weigh", PORTABLE + "facts.py",
         "weight = weight.masked_fill(self.ignored, 0)", "pass", (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
-        "ignore_index is always -100", PORTABLE + "rows.py",
-        "some(ids == ignore_index)", "some(ids == -100)",
+        "ignore_index is always -100", PORTABLE + "facts.py",
+        "nonempty(ids == ignore_index)", "some(ids == -100)",
         (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
-        "divisor without row weights", PORTABLE + "rows.py",
+        "divisor without row weights", PORTABLE + "facts.py",
         "alike, whole = False, weight * weights_of(", "alike, whole = False, weights_of(",
         (MATRIX, "-k", "sample_weight and weight"),
     ),
     Fault(
-        "upstream gradient of the loss lost", PORTABLE + "rows.py",
+        "upstream gradient of the loss lost", PORTABLE + "facts.py",
         "self.scale * given.loss.to(dtype)", "self.scale * torch.ones_like(given.loss)",
         (MATRIX, "-k", "none"),
     ),
     Fault(
-        "float16 gradients without the size of weights", PORTABLE + "rows.py",
+        "float16 gradients without the size of weights", PORTABLE + "facts.py",
         "self.weight / size, size / self.divisor",
         "self.weight / size, 1 / self.divisor",
         (MATRIX, "-k", "float16 and sample_weight"),
     ),
     Fault(
-        "float16 gradients without the size of a z-loss", PORTABLE + "rows.py",
+        "float16 gradients without the size of a z-loss", PORTABLE + "facts.py",
         "others = 4 * options.z_loss", "others = 0.0",
         ("tests/test_numbers.py", "-k", "before_the_division"),
     ),
@@ -181,7 +181,7 @@ FAULTS = [
         '{"rest", "mixed", "squares"}', '{"mixed", "squares"}', ("tests/torch/test_many_classes.py", "-k", "kinds"),
     ),
     Fault(
-        "support: the wrong classes", PORTABLE + "rows.py",
+        "support: the wrong classes", PORTABLE + "facts.py",
         "return outside.scatter_(1, local, False)[:, :width]",
         "return outside.scatter_(1, local, False)[:, :width].flip(1)",
         (ROWS, LOG_PROBS, MATRIX, "-k", "support"),
@@ -414,7 +414,7 @@ FAULTS = [
         "[out.copy_(pieces[: len(out)]), None][1]", (SHARDS,),
     ),
     Fault(
-        "class weights of another rank's targets", PORTABLE + "rows.py",
+        "class weights of another rank's targets", PORTABLE + "facts.py",
         "        found = add_up(found, shards.group).wait()", "        pass", (SHARDS,),
     ),
     Fault(

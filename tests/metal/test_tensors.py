@@ -109,7 +109,7 @@ def outcome(logits: Tensor, target: Tensor, upstream: Tensor | None = None, **op
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at no values, as on a GPU."""
-    for module in ("portable.rows", "prepare"):
+    for module in ("portable.facts", "prepare"):
         monkeypatch.setattr(f"xent.backends.torch.{module}.looks_at_targets", lambda device: False)
     monkeypatch.setattr("xent.backends.torch.prepare.check_rows", lambda *_: None)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, Template, kernel_for, library
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, smooths
-from xent.backends.torch.portable.rows import Index, at, index_of, probabilities
+from xent.backends.torch.portable.facts import Index, at, index_of
+from xent.backends.torch.portable.rows import probabilities
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.core.call import Classes, Probabilities
 from xent.core.spec import ROW_STATS

@@ -37,7 +37,8 @@ from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Schedule, S
 from xent.backends.torch.fp8_source import Computed8
 from xent.backends.torch.memory import Rows, block_rows, gradient_like
 from xent.backends.torch.plan import Asked, Plan, leaves_of
-from xent.backends.torch.portable.rows import Facts, activate, masked
+from xent.backends.torch.portable.facts import Facts, masked
+from xent.backends.torch.portable.rows import activate
 from xent.backends.torch.ranks import Ranks
 from xent.backends.torch.shards.checks import mark_uncomputed
 from xent.backends.torch.sources import Computed, Logits, Stored, at_once, in_one_part

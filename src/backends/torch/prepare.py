@@ -15,7 +15,7 @@ from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.plan import compute_of
-from xent.backends.torch.portable.rows import weights_of
+from xent.backends.torch.portable.facts import weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,

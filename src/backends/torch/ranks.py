@@ -11,7 +11,8 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Setting
 from xent.backends.torch.memory import block_rows, logit_blocks
-from xent.backends.torch.portable.rows import Facts, LogitRows, index_of, masked
+from xent.backends.torch.portable.facts import Facts, index_of, masked
+from xent.backends.torch.portable.rows import LogitRows
 
 __all__ = ["Ranks"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Loaded, Part, Schedule, Setting, Steps, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
-from xent.backends.torch.portable.rows import index_of
+from xent.backends.torch.portable.facts import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape

@@ -13,7 +13,7 @@ from xent.backends.torch.contract import CONSTANTS, Part, Setting, Upstream, smo
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.plan import Plan
-from xent.backends.torch.portable.rows import impossible, options_of_float16, weights_of
+from xent.backends.torch.portable.facts import impossible, options_of_float16, weights_of
 from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.rows_kernel import MOST_COUNTED
 from xent.backends.triton.kernels.sums import divisor_kernel

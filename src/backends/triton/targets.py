@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Setting
 from xent.backends.torch.memory import Rows, block_rows
-from xent.backends.torch.portable.rows import Index, tolerance
+from xent.backends.torch.portable.facts import Index, tolerance
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.inputs import Inputs, floats_of

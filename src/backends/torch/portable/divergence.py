@@ -15,7 +15,8 @@ from torch import Tensor
 
 from xent.backends.divergence_terms import divergence_terms
 from xent.backends.torch.contract import Block
-from xent.backends.torch.portable.rows import Facts, activate, times, tolerance
+from xent.backends.torch.portable.facts import Facts, tolerance
+from xent.backends.torch.portable.rows import activate, times
 from xent.core.call import Dense, Options, TopK
 
 __all__ = ["SECOND", "TeacherRows", "finish_divergence"]

@@ -27,7 +27,8 @@ from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import block_rows, logit_blocks
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
-from xent.backends.torch.portable.rows import Facts, Index, LogitRows, activate, at, index_of, masked, times
+from xent.backends.torch.portable.facts import Facts, Index, at, index_of, masked
+from xent.backends.torch.portable.rows import LogitRows, activate, times
 from xent.backends.torch.shards.checks import range_check, row_checks
 from xent.core.call import Dense, TopK
 

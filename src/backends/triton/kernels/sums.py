@@ -311,7 +311,7 @@ def divisor_kernel(
     count: "i64",
     ignore_index: "i64",
     limit: "i64",
-    others: "fp32",  # see `xent.backends.torch.portable.rows.options_of_float16`, like scale
+    others: "fp32",  # see `xent.backends.torch.portable.facts.options_of_float16`, like scale
     scale: "fp32",
     numbers,  # (2,) float32: both, if one is a tensor; or null
     in_float16: "i32",  # whether gradients of the forward pass are float16
