@@ -498,7 +498,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: gradient of a loss without an upstream gradient", KERNELS + "algebra.py",
-        "r = tl.where(has_statistics(upstreams) & ~is_given(upstreams.loss), 0.0, r)", "r = r * 1.0",
+        "r = tl.where(has_statistics(upstreams) & (is_given(upstreams.loss) == 0), 0.0, r)", "r = r * 1.0",
         (MATRIX, "-k", "stats or entropy"), "triton",
     ),
     Fault(

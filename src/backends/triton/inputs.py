@@ -74,6 +74,8 @@ class Decisions:
         self.known = tuple(name for name in Results._fields if name in known)
         """The statistics whose results kernels have the sums for."""
         self.scaled = differs(activation.logit_scale, 1) or activation.temperature is not None
+        if self.way.predicted:
+            self.way = self.way._replace(scaled=self.scaled)
         changed = activation.softcap is not None or self.scaled
         changed = changed or differs(options.z_loss, 0) or differs(options.label_smoothing, 0)
         self.all_rows = float(bool(stats) or statistics)

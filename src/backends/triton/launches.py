@@ -186,7 +186,7 @@ def no_rows(device: torch.device) -> Rows:
 @cache
 def no_results(device: torch.device, known: tuple[str, ...]) -> Results:
     """Return the group without results, for kernels that know some statistics besides those that cost nothing."""
-    names = {"loss", "lse", "nll", "z_loss", *known}
+    names = {"loss", "lse", "nll", *known}
     if "predictions" in names or "accuracy" in names:
         names |= {"predictions", "accuracy"}
     dtypes = {name: torch.int64 if name == "predictions" else torch.float32 for name in names}

@@ -207,9 +207,9 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, activation):
+def order(z, activation, way: tl.constexpr):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it."""
-    return z * tl.where(activation[0] < 0, -1.0, tl.where(activation[0] == 0, 0.0, 1.0))
+    return z if not way.scaled else z * tl.where(activation[0] < 0, -1.0, tl.where(activation[0] == 0, 0.0, 1.0))
 
 
 @triton.jit
@@ -230,8 +230,11 @@ def load(place, inside, other):
 
 @triton.jit
 def is_given(pointer):
-    """Return whether a pointer of an argument group is not null."""
-    return pointer.to(tl.int64) != 0
+    """Return whether a pointer of an argument group is neither null nor None."""
+    if pointer is None:
+        return False
+    else:
+        return pointer.to(tl.int64) != 0
 
 
 @triton.jit
@@ -253,7 +256,10 @@ def optional(pointer, place, inside, other):
 @triton.jit
 def row_at(index, inside, rows):
     """Return the row at an index of the order in which rows are computed."""
-    return tl.load(rows.order + index, mask=given_rows(rows.order, inside), other=index)
+    if rows.order is None:
+        return index
+    else:
+        return tl.load(rows.order + index, mask=given_rows(rows.order, inside), other=index)
 
 
 @triton.jit
@@ -280,22 +286,17 @@ def row_facts(row, inside, rows, ignore_index, limit):
 @triton.jit
 def numbers_of(rows, vocabulary, numbers):
     """Return 1-e, e/V and z-loss: the numbers, or those of `rows.numbers`."""
-    keep, spread, z_loss = numbers.keep, numbers.spread, numbers.z_loss
-    if is_given(rows.numbers):
-        smoothing = tl.load(rows.numbers)
-        keep = 1 - smoothing
-        spread = tl.div_rn(smoothing, vocabulary.to(tl.float32))
-        z_loss = tl.load(rows.numbers + 1)
-    return keep, spread, z_loss
+    given, smoothing = is_given(rows.numbers), optional(rows.numbers, 0, None, 0.0)
+    keep = tl.where(given, 1 - smoothing, numbers.keep)
+    spread = tl.where(given, smoothing / vocabulary.to(tl.float32), numbers.spread)
+    return keep, spread, optional(rows.numbers, 1, None, numbers.z_loss)
 
 
 @triton.jit
 def activation_of(row, inside, rows, numbers):
     """Return logit scale and softcap of a row, divided by its temperature: the numbers, or those of `rows.numbers`."""
-    softcap, logit_scale = numbers.softcap, numbers.logit_scale
-    if is_given(rows.numbers):
-        softcap = tl.load(rows.numbers + 2)
-        logit_scale = tl.load(rows.numbers + 3)
+    softcap = optional(rows.numbers, 2, None, numbers.softcap)
+    logit_scale = optional(rows.numbers, 3, None, numbers.logit_scale)
     temperature = optional(rows.temperature, row, inside, 1.0)
     return tl.div_rn(logit_scale, temperature), tl.div_rn(softcap, temperature)
 
@@ -322,7 +323,7 @@ def gradient_factor(row, inside, a, invalid, divisor, upstreams):
     excluded = (tl.where(divisor == 0, 0.0, a) == 0) & ~invalid
     r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + tl.zeros_like(a))
     r *= optional(upstreams.loss, row, inside, 1.0)
-    r = tl.where(has_statistics(upstreams) & ~is_given(upstreams.loss), 0.0, r)
+    r = tl.where(has_statistics(upstreams) & (is_given(upstreams.loss) == 0), 0.0, r)
     r = tl.where(invalid, float("nan"), r)
     return excluded, tl.where(excluded, 0.0, r)
 

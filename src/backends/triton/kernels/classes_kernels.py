@@ -266,7 +266,7 @@ def support_kernel(
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
             z = tl.load(held + own + entry, mask=known, other=0.0)
-            largest = (order(z, side[2]) == top) | (z != z)
+            largest = (order(z, side[2], way) == top) | (z != z)
             found = tl.minimum(found, tl.min(tl.where(known & largest, classes, NOWHERE), 0))
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results

@@ -161,7 +161,10 @@ def _add(
     inside = (classes >= 0) & (classes < vocabulary)
     e2 = _exponents(z, m, activation, way, AGAIN or way.exact)
     if MASKED:
-        e2 = tl.where(inside, e2, -float("inf"))
+        if way.ragged or way.capped:
+            e2 = tl.where(inside, e2, -float("inf"))
+        elif activation[0] <= 0:  # noqa: SIM114 (beyond an aligned row, logits are -inf)
+            e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
     added = _in_lanes(e, LANES)
     rest += added
@@ -183,7 +186,7 @@ def _add(
         x = activate(z, activation, way)
         level += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
-        key = order(z, activation)
+        key = order(z, activation, way)
         key = tl.where(inside, key, -float("inf")) if MASKED else key
         largest = tl.max(tl.reshape(key, [LANES, way.block // LANES]), 1)
         largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
@@ -299,7 +302,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
         z = fetch(source, first, whole, way, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
-        found = tl.min(tl.where(inside & ((order(z, activation) == top) | (z != z)), classes, NOWHERE), 0)
+        found = tl.min(tl.where(inside & ((order(z, activation, way) == top) | (z != z)), classes, NOWHERE), 0)
     return m, sums, top, found
 
 
@@ -334,7 +337,6 @@ def fold_kernel(
     if columns.check >= 0:
         check = check_of(row, here, ignored, rows, input_checks)
         checks = check.to(tl.float32, bitcast=True), range_check.to(tl.float32, bitcast=True)
-    activation = activation_of(row, None, rows, numbers)
     place = sums + here
     if (ignored | ((a == 0) & (numbers.all_rows == 0))) != 0:
         least = -float("inf")
@@ -346,6 +348,7 @@ def fold_kernel(
             z_y = tl.load(line[0] + (line[1] + y), mask=owned, other=0.0).to(tl.float32)
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
+        activation = activation_of(row, None, rows, numbers)
         nothing = tl.full((), -float("inf"), tl.float32)
         weights = rows.class_weight if way.smoothed else None, None
         m, found_sums, top, found = row_sums(line, loads, y, nothing, weights, activation, way)

@@ -318,8 +318,25 @@ def rows_kernel(
     row = row_at(start + here, None, rows)
     GIVEN: tl.constexpr = probabilities is not None
     y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, UNLIMITED if GIVEN else vocabulary)
-    options = numbers_of(rows, vocabulary, numbers)
     y = y_long.to(tl.int32)
+    if GIVEN:
+        y = y * 0 - 1
+    # The classes of this program, and the target among them.
+    part = program % way.parts
+    cut = part * share
+    size = tl.minimum(vocabulary - cut, share)
+    y_here = y - cut
+    has_target = (y_here >= 0) & (y_here < size)
+    known = tl.where(ignored, 0, size)
+    line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, cut, known, way)
+    source, off, _last, _whole, _size = line
+    # The first loads need only the target. They start before the other facts of the row are known.
+    loads = first_loads(line, y_here, way)
+    if target_logits is None:
+        z_y = tl.load(source + (off + y_here), mask=has_target & ~ignored, other=0.0).to(tl.float32)
+    else:
+        z_y = tl.load(target_logits + here)
+    options = numbers_of(rows, vocabulary, numbers)
     weights = rows.class_weight if way.smoothed else None, None
     if GIVEN:
         shared = row if rows.target is None else y_long
@@ -328,7 +345,6 @@ def rows_kernel(
         options = 0.0, 1.0, options[2]
         w_y = 0.0
         true = 0 if likeliest is None else tl.load(likeliest + shared).to(tl.int32)
-        y = y * 0 - 1
     else:
         w_y = optional(rows.class_weight, y_long, None, 1.0)
         true = y
@@ -341,21 +357,6 @@ def rows_kernel(
             divisor = tl.sum(tl.where(wrong, 0.0, weight), 0)
             of_gradient = divisor
     excluded, r = gradient_factor(row, None, a, invalid, of_gradient, upstreams)
-    # The classes of this program, and the target among them.
-    part = program % way.parts
-    cut = part * share
-    size = tl.minimum(vocabulary - cut, share)
-    y_here = y - cut
-    has_target = (y_here >= 0) & (y_here < size)
-    known = tl.where(ignored, 0, size)
-    line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, cut, known, way)
-    source, off, _last, _whole, _size = line
-    # The first loads need only the target. They start before the branch, which needs all facts of the row.
-    loads = first_loads(line, y_here, way)
-    if target_logits is None:
-        z_y = tl.load(source + (off + y_here), mask=has_target & ~ignored, other=0.0).to(tl.float32)
-    else:
-        z_y = tl.load(target_logits + here)
     if grad is not None:
         place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
