@@ -161,9 +161,7 @@ def _add(
     inside = (classes >= 0) & (classes < vocabulary)
     e2 = _exponents(z, m, activation, way, AGAIN or way.exact)
     if MASKED:
-        if way.ragged or way.capped:
-            e2 = tl.where(inside, e2, -float("inf"))
-        elif activation[0] <= 0:  # noqa: SIM114 (beyond an aligned row, logits are -inf)
+        if way.ragged or way.capped or activation[0] <= 0:
             e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
     added = _in_lanes(e, LANES)
