@@ -70,8 +70,8 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
         top = torch.empty(count, 0, dtype=acc, device=device)
         parts = [(top.long(), top, top.new_full((count,), -torch.inf))]
     ids, top, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
-    ids += first
     if shards is not None:
+        ids += first
         top, ids, log_sum = _of_all_ranks(top, ids, log_sum, k, activation, shards)
     activate(top, activation)
     return [ids, torch.where(top == -torch.inf, top, top - top[:, :1]) - log_sum[:, None]]
