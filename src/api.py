@@ -671,7 +671,8 @@ def top_k(
         ``ids`` (..., K), int64 (int32 in MLX): the K classes with the largest logits, the largest first and the lowest
         class first among equal ones. The order is that of z (of -z with a negative scale), which a softcap could round
         to equal numbers. ``log_probs`` (..., K), float32, or float64 for float64 logits and for NumPy. K is the last
-        axis, whatever ``axis`` is. A row with NaN has NaN log-probabilities. Classes with a logit of -inf have -inf.
+        axis, whatever ``axis`` is. A row with NaN has NaN log-probabilities, and with a scale of 0 one with an infinite
+        logit too. Classes with a logit of -inf have -inf.
 
     Raises
     ------

@@ -373,9 +373,9 @@ CONSTANTS: dict[str, Callable[[Any, Upstream | None], Any]] = {}
 """Backend -> its function (plan, which upstream gradients there are; None in a forward pass) that decides, once for a
 plan, what does not depend on values. A backend without one decides nothing."""
 
-COUNT_ABOVE: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {}
-"""Backend -> its function (logits (R, C), the target's logit (R,) times the sign of a scale, the scale, not 0) that
-returns how many (R,) logits are larger than that in the order of scale * z: see `LogitRows.count_above`."""
+COUNT_ABOVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+"""Backend -> its function (logits (R, C), those of the targets (R,)) that returns how many (R,) are larger. NaN is the
+largest number, and nothing is larger than a target's NaN."""
 
 LARGEST: dict[str, Callable[[Tensor, int, Activation], tuple[Tensor, Tensor, Tensor]]] = {}
 """Backend -> its function (logits (R, C), K, activation with a scale > 0) that returns the places (R, K) int64 of the K

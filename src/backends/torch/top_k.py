@@ -33,6 +33,7 @@ _WORKSPACE = 512 * 2**20  # bytes, on accelerators
 _CANDIDATE_BYTES = 32  # of a logit that PyTorch sorts, with its class
 _ROWS_MULTIPLE = 256  # of a chunk: products compute tiles of as many rows
 _MOST_CLASSES, _MOST_K = 2**20, 1024  # of kernels
+_BLOCKS_OF_KERNELS = 16  # in a part of given logits, for which kernels need a fifteenth of its memory
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
@@ -54,10 +55,10 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
         workspace = source.workspace or (None if device.type == "cpu" else _WORKSPACE)
         step = rows_per_chunk(count, max(width, 1), acc.itemsize, workspace, device.type)
         step -= step % _ROWS_MULTIPLE if _ROWS_MULTIPLE < step < count else 0
-    elif selects is not _largest and sign == 1 and Rows(source.logits).are_direct:
-        step = max(count, 1)
-    else:  # a part is copied
+    else:
         step = block_rows(source.logits, source.logits.dtype)
+        if selects is not _largest and sign == 1 and Rows(source.logits).are_direct:  # not copied
+            step *= _BLOCKS_OF_KERNELS
     if selects is _largest:
         step = max(min(step, _WORKSPACE // (max(min(k * _BLOCK, width), 1) * _CANDIDATE_BYTES)), 1)
     parts = []
@@ -70,8 +71,8 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
         top = torch.empty(count, 0, dtype=acc, device=device)
         parts = [(top.long(), top, top.new_full((count,), -torch.inf))]
     ids, top, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
-    ids += first
     if shards is not None:
+        ids += first
         top, ids, log_sum = _of_all_ranks(top, ids, log_sum, k, activation, shards)
     activate(top, activation)
     return [ids, torch.where(top == -torch.inf, top, top - top[:, :1]) - log_sum[:, None]]

@@ -13,7 +13,7 @@ __all__ = ["count_above", "largest"]
 _BLOCKS, _STEPS = 8, 16  # large blocks that a program reads at a time, and how often
 _READ = 4096  # logits that a program counts at a time
 _WARPS = 4  # of a program that reads
-_SELECTED = 1024  # numbers that a warp selects from
+_SELECTED, _REGISTERS = 512, 64  # numbers that a warp selects from, and registers of its threads
 
 
 def largest(z: Tensor, k: int, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,14 +31,14 @@ def largest(z: Tensor, k: int, activation: Activation) -> tuple[Tensor, Tensor, 
     constants = {"PARTS": next_power_of_2(parts), "LARGE": blocks, "PLACES": places}
     constants["BITS"] = 16 if z.dtype == torch.bfloat16 else 32
     warps = max(blocks, places * fan, _SELECTED) // _SELECTED
-    launch(largest_kernel, rows, (*read, k, ids, top, log_sums), constants, num_warps=warps)
+    launch(largest_kernel, rows, (*read, k, ids, top, log_sums), constants, num_warps=warps, maxnreg=_REGISTERS)
     return ids, top, log_sums
 
 
-def count_above(z: Tensor, of_target: Tensor, scale: float) -> Tensor:
+def count_above(z: Tensor, of_target: Tensor) -> Tensor:
     """See `xent.backends.torch.contract.COUNT_ABOVE`."""
     counts = torch.empty(len(z), dtype=torch.int64, device=z.device)
-    arguments = z, z.stride(0), z.shape[1], of_target, counts, 1.0 if scale > 0 else -1.0
+    arguments = z, z.stride(0), z.shape[1], of_target, counts
     constants = {"BLOCK": _READ, "ALIGNED": _is_aligned(z)}
     launch(count_above_kernel, len(z), arguments, constants, num_warps=_WARPS)
     return counts

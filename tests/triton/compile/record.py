@@ -77,7 +77,7 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
         for dtype in (torch.bfloat16, torch.float32):
             for k in (3, 64):
                 largest.largest(torch.zeros(2, 5000, dtype=dtype), k, Activation())
-            largest.count_above(torch.zeros(2, 5000, dtype=dtype), torch.zeros(2), 1.0)
+            largest.count_above(torch.zeros(2, 5000, dtype=dtype), torch.zeros(2))
         for reduction in ("mean", "none"):
             _call(Case("linear_cross_entropy", (24,), 1000, "bfloat16", "", {}, reduction, hidden=32), precision="fp8")
         with _alone() as group:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import COUNT_ABOVE, Block, smooths
+from xent.backends.torch.contract import Block, smooths
 from xent.backends.torch.memory import Rows, row_sum, span
 from xent.backends.torch.portable.facts import Facts, masked
 from xent.core.call import Activation, Probabilities
@@ -181,14 +181,8 @@ class LogitRows:
         """Return the target's logit (R,) in the order of x; -inf outside of the support, 0 for another rank's."""
         return masked(self._order.gather(1, self._place)[:, 0], self._elsewhere, 0)
 
-    def count_above(self, of_target: Tensor, kernel: str) -> Tensor:
-        """Return the number (R,) of logits that are larger than that of the target; NaN is the largest number.
-
-        `kernel`: the backend whose kernel counts, if it has one for these rows.
-        """
-        scale = self._facts.activation.logit_scale
-        if kernel in COUNT_ABOVE and self._outside is None and not isinstance(scale, Tensor) and scale != 0:
-            return COUNT_ABOVE[kernel](self._z, of_target, scale)
+    def count_above(self, of_target: Tensor) -> Tensor:
+        """Return the number (R,) of logits that are larger than that of the target; NaN is the largest number."""
         above = ~(self._order <= of_target[:, None])
         return above.sum(-1).masked_fill(of_target.isnan(), 0)
 

@@ -182,11 +182,10 @@ def count_above_kernel(
     classes: "i32",
     of_target,  # (R,)
     counts,  # (R,) int64
-    sign: "fp32",
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Count the logits of a row that are larger than its target's, times a sign. NaN is the largest number."""
+    """Count the logits of a row that are larger than its target's. NaN is the largest number."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     if ALIGNED:
@@ -197,5 +196,5 @@ def count_above_kernel(
     for first in range(0, classes, BLOCK):  # the next logits are loaded before these are used
         z, following = ahead.to(tl.float32), first + BLOCK + place
         ahead = tl.load(logits + following, mask=following < classes, other=0.0)
-        count += ((first + place < classes) & ((z * sign <= limit) == 0)).to(tl.int32)
+        count += ((first + place < classes) & ((z <= limit) == 0)).to(tl.int32)
     tl.store(counts + row, tl.where(limit == limit, tl.sum(count, 0), 0))
