@@ -452,7 +452,8 @@ FAULTS = [
     ),
     Fault(
         "kernel: gradient not divided", KERNELS + "algebra.py",
-        "r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + tl.zeros_like(a))", "r = a", (MATRIX, "-k", "mean"), "triton",
+        "r = tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor) + tl.zeros_like(a))", "r = a",
+        (MATRIX, "-k", "mean"), "triton",
     ),
     Fault(
         "kernel: ignore_index is always -100", KERNELS + "algebra.py",
