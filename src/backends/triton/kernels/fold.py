@@ -161,9 +161,9 @@ def _add(
     inside = (classes >= 0) & (classes < vocabulary)
     e2 = _exponents(z, m, activation, way, AGAIN or way.exact)
     if MASKED:
-        if way.ragged or way.capped:
+        if way.ragged or way.capped:  # noqa: SIM114 (known when the kernel is compiled)
             e2 = tl.where(inside, e2, -float("inf"))
-        elif activation[0] <= 0:  # noqa: SIM114 (beyond an aligned row, logits are -inf)
+        elif activation[0] <= 0:  # beyond an aligned row, logits are -inf
             e2 = tl.where(inside, e2, -float("inf"))
     e = tl.math.exp2(e2)
     added = _in_lanes(e, LANES)
