@@ -83,7 +83,7 @@ FAULTS = [
         (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
-        "softcap not differentiated at the target", PORTABLE + "facts.py",
+        "softcap not differentiated at the target", PORTABLE + "rows.py",
         "        if self._slope is not None:\n",
         "        if self._slope is not None:\n            self._put(self._slope, 1.0)\n", (MATRIX, "-k", "softcap"),
     ),
