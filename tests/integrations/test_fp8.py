@@ -8,7 +8,9 @@ import torch
 import transformers
 
 import xent
+from tests.integrations.fp8_sharded import WAYS
 from tests.integrations.models import batch, device, make
+from tests.integrations.processes import launch
 from tests.integrations.training import run
 from xent.integrations.transformers import patch, unpatch
 
@@ -61,6 +63,10 @@ def test_trainer(tmp_path: Path, precisions: list[str | None]) -> None:
     assert losses == pytest.approx(expected, rel=2.0**-5)
     assert precisions[:3] == ["fp8"] * 3
     assert set(precisions[3:]) == {None}
+
+
+def test_ddp_and_fsdp2() -> None:
+    assert launch(2, "tests.integrations.fp8_sharded").splitlines() == list(WAYS)
 
 
 def test_models_created_later(precisions: list[str | None]) -> None:

@@ -23,11 +23,14 @@ _PIECE_BYTES = 128 * 2**20
 class _Head(Classifier):
     """A classifier with its codes. It is not padded in 16 bits."""
 
-    def __init__(self, source: Any, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, source: Any, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic, transposes: bool
+    ) -> None:
+        """`transposes`: there is a gradient of the hidden states to compute."""
         compute = getattr(torch, source.dtype)
         super().__init__(source._replace(input=cast(source.input, compute)), width, needs)
         self.columns = width
-        self.quantized_rows: Quantized = arithmetic.quantize(self.weight, needs[0])
+        self.quantized_rows: Quantized = arithmetic.quantize(self.weight, transposes)
 
     def _extended(self, values: Tensor) -> Tensor:
         return values
@@ -66,7 +69,8 @@ class Computed8(Computed):
         setting, self.skips = self._setting, True
         source = self._gathered(source)
         self._arithmetic: Arithmetic = self._steps.arithmetic
-        self._head = self._classifier = _Head(source, setting.width, setting.needs, self._arithmetic)
+        transposes = self.wanted and setting.needs[0]
+        self._head = self._classifier = _Head(source, setting.width, setting.needs, self._arithmetic, transposes)
         self._ids: Any = None
         """(N,) int64: the targets relative to the first class of this rank. None for class probabilities."""
         if isinstance(setting.call.target, Classes):
