@@ -5,7 +5,6 @@
 - `launches` has the argument groups of all kernels and launches these, `inputs` fills them, `geometry` chooses sizes.
 - `kernels` has the kernels, and the device functions that they share.
 - `compilations` logs the kernels that are compiled.
-- `largest` launches the kernels of the most probable classes.
 - `largest` launches the kernels of the most probable classes, `fp8` those of 8-bit factors and their products.
 - `hopper` contains two matrix products for Hopper GPUs.
 """
