@@ -91,9 +91,9 @@ class _Cut:
         step = -(-self.classes // self._group.size())
         self._first = min(self._group.rank() * step, self.classes)
         self._count = min(step, self.classes - self._first)
-        given = arguments.get("vocab_parallel")
-        parallel = given if isinstance(given, VocabParallel) else VocabParallel(given)
-        if given is not None and (
+        argument = arguments.get("vocab_parallel")
+        parallel = argument if isinstance(argument, VocabParallel) else VocabParallel(argument)
+        if argument is not None and (
             group_of(parallel) is not self._group
             or parallel.first not in (None, self._first)
             or parallel.sequence_parallel
@@ -186,14 +186,18 @@ class _Cut:
         """Return this rank's part of a teacher that is no array."""
         names = _ROWS_OF[type(teacher)]
         parts = {name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in names}
-        wanted = tuple(Shard(0) if place == self.place else Replicate() for place in range(self.mesh.ndim))
+        placements = tuple(Shard(0) if place == self.place else Replicate() for place in range(self.mesh.ndim))
         for name in ("weight", "bias"):
             array = getattr(teacher, name, None)
             if array is None:
                 continue
-            if not isinstance(array, DTensor) or tuple(array.placements) != wanted or array.shape[0] != self.classes:
+            if (
+                not isinstance(array, DTensor)
+                or tuple(array.placements) != placements
+                or array.shape[0] != self.classes
+            ):
                 raise ValueError(
-                    f"{name} of the teacher must be cut like the student, a DTensor with placements {wanted} of "
+                    f"{name} of the teacher must be cut like the student, a DTensor with placements {placements} of "
                     f"{self.classes} classes; got {_placed(array)}"
                 )
             parts[name] = array.to_local()
@@ -201,20 +205,22 @@ class _Cut:
 
     def _part(self, name: str, array: Tensor, axis: int | None, source: Any) -> Tensor:
         """Return this rank's part of an array with classes on `axis`, or None, whose other axes are rows."""
-        wanted: list[Placement] = [Replicate()] * self.mesh.ndim
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
         axis = None if axis is None else axis % array.dim()
         has_rows = array.dim() > (axis is not None)
         if has_rows:
             for place, row in self.rows.items():
-                wanted[place] = Shard(row if axis is None or row < axis else row + 1)
+                placements[place] = Shard(row if axis is None or row < axis else row + 1)
         if axis is not None:
-            wanted[self.place] = Shard(axis)
+            placements[self.place] = Shard(axis)
         if isinstance(array, DTensor):
             _check(name, array)
             cut = axis is not None and not all(placement.is_replicate() for placement in array.placements)
-            if cut and tuple(array.placements) != tuple(wanted):
-                raise ValueError(f"{name} must have placements {tuple(wanted)}, or be whole; got {array.placements}")
-            return array.redistribute(self.mesh, wanted).to_local()
+            if cut and tuple(array.placements) != tuple(placements):
+                raise ValueError(
+                    f"{name} must have placements {tuple(placements)}, or be whole; got {array.placements}"
+                )
+            return array.redistribute(self.mesh, placements).to_local()
         if self.rows and has_rows:
             raise ValueError(
                 f"{name} must be a DTensor like {source.placements}, since rows are in shards too on the dimension "
@@ -229,25 +235,25 @@ class _Cut:
             )
         return array.narrow(axis, self._first, self._count)
 
-    def results(self, made: Any) -> Any:
+    def results(self, local: Any) -> Any:
         """Return the results as DTensors if the target or the teacher's array of rows is one, else as plain tensors."""
         teacher = self._arguments.get("teacher")
         names = _ROWS_OF.get(type(teacher))
         of_rows = getattr(teacher, names[0]) if names else self._arguments.get("target", teacher)
         if not isinstance(of_rows, DTensor):
-            return made
+            return local
         places = range(self.mesh.ndim)
         sums = [Partial() if place in self.rows else Replicate() for place in places]
         rows = [Shard(self.rows[place] + self.lead) if place in self.rows else Replicate() for place in places]
 
-        def placed(values: Any) -> Any:
-            if isinstance(values, Stats):
-                return Stats(**{name: placed(getattr(values, name)) for name in Stats.__dataclass_fields__})
-            if values is None:
+        def placed(array: Any) -> Any:
+            if isinstance(array, Stats):
+                return Stats(**{name: placed(getattr(array, name)) for name in Stats.__dataclass_fields__})
+            if array is None:
                 return None
-            return DTensor.from_local(values, self.mesh, rows if values.dim() else sums, run_check=False)
+            return DTensor.from_local(array, self.mesh, rows if array.dim() else sums, run_check=False)
 
-        return tuple(map(placed, made)) if isinstance(made, tuple) else placed(made)
+        return tuple(map(placed, local)) if isinstance(local, tuple) else placed(local)
 
 
 def _placed(array: Any) -> str:
