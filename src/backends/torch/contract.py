@@ -128,12 +128,12 @@ class Part(NamedTuple):
         """The indices of these rows in the call."""
         return slice(self.start, self.stop) if self.rows is None else self.rows
 
-    def put(self, values: Tensor, place: Tensor) -> None:
-        """Write values (R, ...) to these rows of `place` (N, ...)."""
+    def put(self, array: Tensor, place: Tensor) -> None:
+        """Write an array (R, ...) to these rows of `place` (N, ...)."""
         if self.rows is None:
-            place[self.start : self.stop] = values
+            place[self.start : self.stop] = array
         else:
-            place.index_copy_(0, self.rows, values.to(place.dtype))
+            place.index_copy_(0, self.rows, array.to(place.dtype))
 
 
 class Schedule:
@@ -224,7 +224,7 @@ class Block(NamedTuple):
     first: int = 0
     """The first class, relative to this rank's."""
     grad: Tensor | None = None
-    """Memory for the gradient, with the shape of `logits`; it may be `logits` itself. None if it is not wanted."""
+    """Memory for the gradient, with the shape of `logits`; it may be `logits` itself. None without one."""
     target_logits: Tensor | None = None
     """(R,) float32, which replace the targets' raw logits if these were rounded to 16 bits; 0 for another rank's."""
     teacher: Tensor | None = None
@@ -310,11 +310,11 @@ class Steps(Protocol):
         Until `finish`, `fold` writes the two sums of the second fold: the divergence, and that of its gradient.
         """
 
-    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks, (ranks, K, R), in rank order; record the results of a part in a forward pass.
 
         The merged sums have the same columns. They are written to `saved` (K, N), in the order of the call, if it is
-        not None. Return the coefficients of the gradient if they are `wanted`, in any form: `gradient` gets them. A
+        not None. With `needs_gradient` return the coefficients of the gradient, in any form: `gradient` gets them. A
         backward pass calls this with the saved sums, and records nothing.
         """
 
@@ -383,4 +383,4 @@ largest logits, the largest first, the first among equals, these logits, and log
 where all x are -inf. See `xent.backends.torch.top_k`."""
 
 SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
-"""Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""
+"""Backend -> function (gradients, upstream, `Steps.deferred`, in place) that scales gradients of a forward pass."""

@@ -25,9 +25,9 @@ class TorchHarness(Harness[Tensor]):
         self.dtypes = ("float64", "float32", "bfloat16", "float16")[self.device.startswith("mps") :]
         self.kernels: tuple[str, ...] = ("PyTorch's own operations",)
 
-    def array(self, values: Any, dtype: str | None = None) -> Tensor:
+    def array(self, array: Any, dtype: str | None = None) -> Tensor:
         """Return a NumPy array as a tensor on the device."""
-        tensor = torch.from_numpy(np.array(values))
+        tensor = torch.from_numpy(np.array(array))
         return tensor.to(self.device, getattr(torch, dtype) if dtype else tensor.dtype)
 
     def numpy(self, array: Any) -> Any:
@@ -43,8 +43,8 @@ class TorchHarness(Harness[Tensor]):
         results = function(*leaves)
         if not isinstance(results, tuple):
             return results.detach(), list(torch.autograd.grad(results, leaves, upstream))
-        given = [(result, grad) for result, grad in zip(results, upstream, strict=True) if grad is not None]
-        outputs, grads = zip(*given, strict=True)
+        used = [(result, grad) for result, grad in zip(results, upstream, strict=True) if grad is not None]
+        outputs, grads = zip(*used, strict=True)
         return tuple(result.detach() for result in results), list(torch.autograd.grad(outputs, leaves, grads))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,9 +59,9 @@ class TorchHarness(Harness[Tensor]):
         """Whether a tensor has a float dtype."""
         return bool(array.is_floating_point())
 
-    def picked(self, values: Any, ids: Any) -> Any:
+    def picked(self, array: Any, ids: Any) -> Any:
         """Return the values at some ids."""
-        return values.gather(-1, ids)
+        return array.gather(-1, ids)
 
     def log_softmax(self, x: Any) -> tuple[Any, Any]:
         """Return the normalizer and the logarithm of the softmax."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import LARGEST, Part, Setting, wide
-from xent.backends.torch.memory import Rows, block_rows
+from xent.backends.torch.memory import RowView, block_rows
 from xent.backends.torch.plan import compute_of
 from xent.backends.torch.portable.rows import activate
 from xent.backends.torch.prepare import prepare, rows_of
@@ -54,7 +54,7 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
         workspace = source.workspace or (None if device.type == "cpu" else _WORKSPACE)
         step = rows_per_chunk(count, max(width, 1), acc.itemsize, workspace, device.type)
         step -= step % _ROWS_MULTIPLE if _ROWS_MULTIPLE < step < count else 0
-    elif selects is not _largest and sign == 1 and Rows(source.logits).are_direct:
+    elif selects is not _largest and sign == 1 and RowView(source.logits).are_direct:
         step = max(count, 1)
     else:  # a part is copied
         step = block_rows(source.logits, source.logits.dtype)

@@ -79,7 +79,10 @@ class GpuArithmetic(Arithmetic):
         if largest[1] is not None:
             codes = torch.empty(columns, rows, dtype=CODES, device=like.device)
             by_column = Quantized(codes, scales(largest[1], CODES))
-        inverses = [(None, None) if one is None else (one.codes, one.scale.reciprocal()) for one in (by_row, by_column)]
+        inverses = [
+            (None, None) if quantized is None else (quantized.codes, quantized.scale.reciprocal())
+            for quantized in (by_row, by_column)
+        ]
         _over_tiles(codes_kernel, grad, *inverses[0], of_classes, *inverses[1], of_rows)
         return by_row, by_column
 

@@ -113,8 +113,8 @@ class Inputs:
         numbers: Tensor | None = None
         self.numbers: Numbers = decisions.numbers
         if decisions.numbers is None:
-            values = options.label_smoothing, options.z_loss, softcap, scale
-            (smoothing, z_loss, cap, factor), numbers = floats_of(values, self.device)
+            parameters = options.label_smoothing, options.z_loss, softcap, scale
+            (smoothing, z_loss, cap, factor), numbers = floats_of(parameters, self.device)
             self.numbers = Numbers(
                 1 - smoothing, smoothing / setting.vocabulary, z_loss, cap, factor, decisions.all_rows
             )
@@ -181,13 +181,13 @@ class Inputs:
         in_float16, shards, device = self.setting.in_float16, self.setting.call.shards, self.device
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=device)
-        nothing, given = absent(device), None if self.options.weight is None else rows.class_weight
-        weight = given if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
+        nothing, class_weight = absent(device), None if self.options.weight is None else rows.class_weight
+        weight = class_weight if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
         if shards is not None and weight is not None:
             weight = weights_of(weight, cast(rows.target, torch.int64), shards)
         others, scale, numbers = 0.0, 1.0, None
         if in_float16:
-            (others, scale), numbers = floats_of(options_of_float16(self.setting, given), device)
+            (others, scale), numbers = floats_of(options_of_float16(self.setting, class_weight), device)
         weight = nothing if weight is None else weight
         if weight is not rows.class_weight or rows.total_weight is not None:
             rows = rows._replace(class_weight=weight, total_weight=None)
