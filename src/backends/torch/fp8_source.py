@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Loaded, Schedule, wide
+from xent.backends.torch.contract import Block, Coefficients, Loaded, Schedule, wide
 from xent.backends.torch.fp8 import Arithmetic, Quantized, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
 from xent.backends.torch.sources import Computed, Stored, most_columns
-from xent.core.call import Classes
+from xent.core.call import Classes, Product
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Computed8"]
@@ -23,7 +23,8 @@ _PIECE_BYTES = 128 * 2**20
 class _Head(Classifier):
     """A classifier with its codes. It is not padded in 16 bits."""
 
-    def __init__(self, source: Any, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic) -> None:
+    def __init__(self, source: Product, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic) -> None:
+        assert source.dtype is not None
         compute = getattr(torch, source.dtype)
         super().__init__(source._replace(input=cast(source.input, compute)), width, needs)
         self.columns = width
@@ -114,7 +115,7 @@ class Computed8(Computed):
         more = loaded.target_logits, None, loaded.input_checks, of_targets
         yield Block(loaded.logits, 0, 0, loaded.grad, *more)
 
-    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+    def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits."""
         Stored.differentiate(self, loaded, coefficients)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Loaded, Part, Schedule, Setting, Steps, exact, wide
+from xent.backends.torch.contract import Block, Coefficients, Loaded, Part, Schedule, Setting, Steps, exact, wide
 from xent.backends.torch.memory import RowView, gradient_like, logit_blocks, span
 from xent.backends.torch.portable.facts import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
@@ -84,7 +84,7 @@ class Stored:
             rows = block.logits.shape[:-1].numel()
             self._steps.fold(block, loaded.part, sums[:, block.start : block.start + rows], False)
 
-    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+    def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits."""
         for block in self.blocks(loaded) if self._setting.width else ():
             self._steps.gradient(block, loaded.part, coefficients)
@@ -118,7 +118,7 @@ class Computed(Stored):
         self.tiles = self._steps.tiles and not self.needs_gradient and shards is None and isinstance(target, Classes)
         self.tiles = self.tiles and self._classifier.quantized is None and "rank" not in setting.call.options.stats
         self.skips = not self.tiles
-        self._rooms: dict[Any, Tensor] = {}
+        self._rooms: dict[int | str, Tensor] = {}
         self._turn = 0
         return max(setting.count, 1) if self.tiles else self._rows_of_part(divides)
 
@@ -168,7 +168,7 @@ class Computed(Stored):
         """Gather the hidden states of a part. Its logits are computed when they are needed."""
         return self._steps.select(self._classifier, part)
 
-    def _room(self, name: Any, part: Part, dtype: torch.dtype) -> Tensor:
+    def _room(self, name: int | str, part: Part, dtype: torch.dtype) -> Tensor:
         """Return memory (R, columns) for a part, the same for each part."""
         if name not in self._rooms:
             shape = self._schedule.rows, self._classifier.columns
@@ -204,7 +204,7 @@ class Computed(Stored):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
             fold_tiles(steps, source, loaded, sums, dtype, self._product.workspace)
 
-    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+    def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
         if loaded.logits is None and self._classifier.quantized is None:
             loaded.grad = self._room("grad", loaded.part, self._setting.compute)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.divergence_terms import divergence_terms
-from xent.backends.torch.contract import Block
+from xent.backends.torch.contract import Block, Coefficients
 from xent.backends.torch.portable.facts import Facts, tolerance
 from xent.backends.torch.portable.rows import activate, times
 from xent.core.call import Dense, Options, TopK
@@ -117,7 +117,7 @@ class TeacherRows:
         grad.copy_(derivative)
 
 
-def finish_divergence(facts: Facts, sums: dict[str, Tensor], _: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def finish_divergence(facts: Facts, sums: dict[str, Tensor], _: bool) -> tuple[dict[str, Tensor], Coefficients]:
     """Return the results of rows with these sums, and the coefficients of the gradient."""
     target = facts.setting.call.target
     if isinstance(target, TopK):

@@ -11,7 +11,7 @@ from xent.backends.torch.contract import Part, Setting, Upstream, smooths, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.refusals import check_targets
 from xent.core.call import Allowed, Classes, Probabilities, Shards, TopK, array_of, dtype_name
-from xent.core.spec import mass_tolerance
+from xent.core.spec import Scalar, mass_tolerance
 from xent.core.validate import check_top_k
 
 __all__ = [
@@ -57,7 +57,7 @@ class Facts:
     """(N,) int64, in shards: see `xent.backends.torch.shards.checks.row_checks`."""
     class_weight: Tensor | None = None
     """(C,) of this rank's classes."""
-    divisor: Any = 1
+    divisor: Scalar = 1
     """0-d or a number: the divisor of "mean", inf for 0; 1 for the other reductions."""
     ignored: Tensor | None = None
     """(N,) bool: rows without a target; None if it is known that there are none, as below."""
@@ -205,7 +205,7 @@ def at(array: Any, index: Index) -> Any:
     return None if array is None else array[index]
 
 
-def masked(array: Tensor, mask: Tensor | None, fill: Any) -> Tensor:
+def masked(array: Tensor, mask: Tensor | None, fill: float) -> Tensor:
     """Return the values with `fill` in places of a mask; None for a mask of no places."""
     return array if mask is None else array.masked_fill(mask, fill)
 
@@ -227,7 +227,7 @@ def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
     return gathered
 
 
-def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[Any, Any]:
+def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[Scalar, Scalar]:
     """Return o and s, numbers or 0-d: s a_i (w_y + o) is the size of a row's gradient, without 1/D.
 
     o is for label smoothing, class probabilities and z-loss, s for the logit scale. lse is not known yet: with 4 zeta
@@ -235,7 +235,7 @@ def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[A
     """
     options, target, scale = setting.call.options, setting.call.target, setting.call.activation.logit_scale
     others = 4 * options.z_loss
-    smoothing: Any = 1 if isinstance(target, Probabilities) else options.label_smoothing
+    smoothing: Scalar = 1 if isinstance(target, Probabilities) else options.label_smoothing
     if class_weight is not None and smooths(smoothing):
         heaviest = F.pad(class_weight.abs(), (0, 1)).amax()
         if setting.call.shards is not None:

@@ -20,10 +20,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import COUNT_ABOVE, Block, smooths
+from xent.backends.torch.contract import COUNT_ABOVE, Block, Coefficients, smooths
 from xent.backends.torch.memory import RowView, row_sum, span
 from xent.backends.torch.portable.facts import Facts, masked
 from xent.core.call import Activation, Probabilities
+from xent.core.spec import Scalar
 
 __all__ = ["LogitRows", "activate", "ordered", "probabilities", "times"]
 
@@ -51,14 +52,14 @@ def activate(x: Tensor, activation: Activation, needs_slope: bool = False) -> Te
     return slope
 
 
-def ordered(z: Tensor, scale: Any) -> Tensor:
+def ordered(z: Tensor, scale: Scalar) -> Tensor:
     """Return raw logits in the order of scale * z."""
     if isinstance(scale, Tensor) or scale <= 0:
         return times(torch.as_tensor(scale, device=z.device).sign(), z)
     return z
 
 
-def times(weights: Any, array: Tensor) -> Tensor:
+def times(weights: Scalar, array: Tensor) -> Tensor:
     """Return weights * values, and 0 where the weight is 0, even if the value is infinite."""
     if isinstance(weights, Tensor):
         return (weights * array).masked_fill(weights == 0, 0)
@@ -76,15 +77,15 @@ class LogitRows:
 
     _place: Any = None
     """(R, 1): the column of the target. None if the targets are no classes."""
-    _elsewhere: Any = None
+    _elsewhere: Tensor | None = None
     """(R,) bool: rows whose target is not among these classes; None if there are none."""
-    _outside: Any = None
+    _outside: Tensor | None = None
     """(R, C) bool: the classes that are not in the support of a row."""
     _e: Any = None
     """(R, C): e^(x - peak) without the target, divided by `_factor`; `_away`: x - peak; `_slope`: 1 - tanh^2."""
-    _factor: Any = None
+    _factor: Tensor | None = None
     _away: Any = None
-    _slope: Any = None
+    _slope: Tensor | None = None
 
     def __init__(self, facts: Facts, block: Block) -> None:
         self._facts, width, first = facts, block.logits.shape[1], facts.setting.first
@@ -107,7 +108,7 @@ class LogitRows:
         peak = self._exponentiate(keeps)
         away, e = self._away, self._e
         self._put(e, 0.0)
-        sums: dict[str, Any] = {"peak": peak, "rest": row_sum(e)}
+        sums: dict[str, Tensor] = {"peak": peak, "rest": row_sum(e)}
         if "key" in names:
             sums["key"], sums["place"] = self._largest(z, facts.activation.logit_scale)
         if "squares" in names:
@@ -146,15 +147,10 @@ class LogitRows:
                 sums[name] *= self._factor.square() if name == "squares" else self._factor
         return sums
 
-    def gradient(self, coefficients: dict[str, Any]) -> None:
+    def gradient(self, coefficients: Coefficients) -> None:
         """Write the gradient with respect to the logits (R, C), whose memory may be that of the logits."""
-        grad, alpha, beta, share, q_factor = (
-            self._grad,
-            coefficients["alpha"],
-            coefficients["beta"],
-            coefficients["share"],
-            coefficients["given"],
-        )
+        grad, alpha, beta = self._grad, coefficients["alpha"], coefficients["beta"]
+        share, q_factor = coefficients["share"], coefficients["given"]
         assert grad is not None
         if self._e is None:
             self._exponentiate(beta is not None, coefficients["peak"])
@@ -251,7 +247,7 @@ class LogitRows:
             share = q if share is None else q * share
         return probs, 1 if share is None else share
 
-    def _largest(self, array: Tensor, scale: Any) -> tuple[Tensor, Tensor]:
+    def _largest(self, array: Tensor, scale: Scalar) -> tuple[Tensor, Tensor]:
         """Return the largest of values (R, C), in the order of scale * values, and the first class that has it.
 
         NaN is the largest number. Without a logit above -inf in its support, the prediction of a row is class 0.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, partitioned, smooths
+from xent.backends.torch.contract import STEPS, Block, Coefficients, Loaded, Part, Setting, Steps, partitioned, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import block_rows, logit_blocks
@@ -31,6 +31,7 @@ from xent.backends.torch.portable.facts import Facts, Index, at, index_of, maske
 from xent.backends.torch.portable.rows import LogitRows, activate, times
 from xent.backends.torch.shards.checks import range_check, row_checks
 from xent.core.call import Dense, TopK
+from xent.core.spec import Scalar
 
 __all__ = ["PortableSteps", "finish", "is_largest", "merge", "pack"]
 
@@ -120,7 +121,7 @@ class PortableSteps(Steps):
         """Merge both normalizers of the rows of a part."""
         self.met = self._merged(sums, part)
 
-    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Any:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Coefficients:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
         merged = merge(SECOND, sums) | self.met if self.met else self._merged(sums, part)
         self.met = {}
@@ -145,7 +146,7 @@ class PortableSteps(Steps):
             refuse_different(setting.call, setting.count, setting.needs)
         return merged
 
-    def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
+    def gradient(self, block: Block, part: Part, coefficients: Coefficients) -> None:
         """Write the gradient of a block's logits."""
         for piece, rows, facts in self._pieces(block, part):
             if piece.grad is not None and piece.logits.shape[1]:
@@ -165,7 +166,7 @@ class PortableSteps(Steps):
 
     def _finish(
         self, facts: Facts, sums: dict[str, Tensor], needs_gradient: bool, saved: Tensor | None
-    ) -> dict[str, Any]:
+    ) -> Coefficients:
         """Record the results of rows in a forward pass, save their sums, and return the gradient's coefficients."""
         results, coefficients = (finish if self.saves else finish_divergence)(facts, sums, needs_gradient)
         if self.setting.upstream is None:
@@ -284,7 +285,7 @@ def merge(names: tuple[str, ...], packed: Tensor) -> dict[str, Tensor]:
     return merged
 
 
-def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple[dict[str, Tensor], Coefficients]:
     """Return the results of R rows with merged sums, and the coefficients of a gradient; all (R,), by name.
 
     The results are losses, and what the statistics need. The coefficients use the upstream gradients in the facts; they
@@ -299,9 +300,9 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
     peak, rest, smoothing, z_loss = sums["peak"], sums["rest"], options.label_smoothing, options.z_loss
     spread, is_class, regular = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
     nll = mass = lse = entropy = beta = beyond = _NONE
-    own: Any = 0
-    loss: Any = 0
-    w_y: Any = 0
+    own: Scalar = 0
+    loss: Scalar = 0
+    w_y: Scalar = 0
     if is_class:
         x_y = sums["target"]
         if not facts.plain:
