@@ -6,7 +6,7 @@ Every value is a field of a NamedTuple and is found by its name. So a new option
 import json
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -95,13 +95,13 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(element) for element in value) if isinstance(value, list) else value
 
 
-Places = tuple[tuple[int, Any], ...]
+Places: TypeAlias = "tuple[tuple[int, Places | None], ...]"
 """The fields of a record that are tensors, with None, or records with tensors, with their own places."""
 
 
 def places_of(record: Any) -> Places:
     """Return where a record has tensors."""
-    places: list[tuple[int, Any]] = []
+    places: list[tuple[int, Places | None]] = []
     for index, field in enumerate(record):
         if isinstance(field, Tensor):
             places.append((index, None))

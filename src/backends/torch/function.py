@@ -8,7 +8,7 @@ so that saved-tensor hooks see them, and a second backward pass without retain_g
 `operations`, and all tensors of the call are its inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ __all__ = ["Loss", "Once", "PlainLoss", "Run", "has_memory", "is_plain", "undist
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def is_plain(tensors: Any) -> bool:
+def is_plain(tensors: Iterable[Tensor]) -> bool:
     """Return whether the tensors have memory and nothing is traced, so that no custom operation is needed.
 
     Batched tensors and those of ended transforms are of type Tensor, but have no memory.
@@ -88,7 +88,7 @@ class Run:
         self.plan, self.call = plan, call
 
 
-def _placed(gradients: Any, flags: tuple[bool, ...]) -> list[Tensor | None]:
+def _placed(gradients: Iterable[Tensor], flags: tuple[bool, ...]) -> list[Tensor | None]:
     """Return gradients at the places of flags that are True, and None at the others."""
     rest = iter(gradients)
     return [next(rest) if flag else None for flag in flags]
@@ -114,7 +114,9 @@ def _gradients(
     return [gradient for gradient, needed in zip(gradients, plan.flags, strict=True) if needed]
 
 
-def _scaled(plan: Plan, count: int, retained: Any, upstream: Any, plain: bool, drops: bool) -> list[Tensor]:
+def _scaled(
+    plan: Plan, count: int, retained: Sequence[Tensor], upstream: Any, plain: bool, drops: bool
+) -> list[Tensor]:
     """Return the `count` retained gradients times the upstream gradient, rounded once; in place if it `drops` them."""
     deferred = retained[count] if len(retained) > count else None
     if plain:
@@ -187,7 +189,7 @@ def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) 
     return _typed(gradients, plan.dtypes)
 
 
-def _typed(gradients: list[Any], dtypes: list[Any]) -> list[Any]:
+def _typed(gradients: Sequence[Tensor | None], dtypes: list[Any]) -> list[Tensor | None]:
     """Return gradients in the dtypes of their leaves."""
     return [
         gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
@@ -263,7 +265,7 @@ class Loss(torch.autograd.Function):
         _refuse(ctx.plan, refusals.NO_FORWARD_MODE, tangents[1:])
 
 
-def _refuse(plan: Plan, message: str, operands: Any) -> None:
+def _refuse(plan: Plan, message: str, operands: Sequence[Tensor | None]) -> None:
     """Raise an error about the first tensor of a call whose place in the inputs has a value that is not None."""
     named = refusals.named(parse(plan.form, operands[sum(plan.flags) :]))
     raise NotImplementedError(message.format(next(iter(named), "an argument")))

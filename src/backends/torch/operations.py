@@ -9,6 +9,7 @@ example inputs.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _LIBRARY = torch.library.Library("xent", "FRAGMENT")
 _CALL = "str form, bool[] asked, str kernel, bool skips, Tensor[] tensors"
 
 
-def _operation(schema: str, function: Any, fake: Any) -> None:
+def _operation(schema: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")

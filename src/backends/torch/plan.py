@@ -79,7 +79,7 @@ class Plan:
         self.columns = columns(call)
         self.places: Any = None
         """Where a prepared call has tensors (`codec.Places`), once one has been differentiated."""
-        self._constants: dict[Any, Any] = {}
+        self._constants: dict[Upstream | None, Any] = {}
 
     def setting(self, call: Call, upstream: Upstream | None = None) -> Setting:
         """Return how a prepared call runs: a forward pass, or a backward pass for these upstream gradients."""

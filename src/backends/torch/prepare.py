@@ -171,7 +171,7 @@ def prepare(
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
     original = call
 
-    def each(array: Tensor, fill: Any, dtype: torch.dtype | None = None) -> Tensor:
+    def each(array: Tensor, fill: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return values (..., T) of the rows, (N,), shifted for each head."""
         array = array if dtype is None else cast(array, dtype)
         if moves:
@@ -214,7 +214,9 @@ def prepare(
     return call if options.heads is None else _with_heads(call, acc)
 
 
-def _support(target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tuple[int, ...], options: Any) -> Allowed:
+def _support(
+    target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tuple[int, ...], options: Options
+) -> Allowed:
     """Return the support of each row. Offsets whose values have not been checked must not cause reads out of bounds."""
     ids = each(target.ids, options.ignore_index, torch.int64)
     if target.begin is not None:

@@ -10,7 +10,6 @@ With the largest x_0 of a row, over all ranks::
 """
 
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from xent.backends.torch.plan import compute_of
 from xent.backends.torch.portable.rows import activate
 from xent.backends.torch.prepare import prepare, rows_of
 from xent.backends.torch.sources import Logits
-from xent.core.call import Activation, Call, Given, Largest, array_of, vocabulary_of
+from xent.core.call import Activation, Call, Given, Largest, Shards, array_of, vocabulary_of
 from xent.core.chunks import rows_per_chunk
 from xent.core.validate import check_int
 
@@ -99,7 +98,7 @@ def _places(z: Tensor, k: int) -> Tensor:
 
 
 def _of_all_ranks(
-    top: Tensor, ids: Tensor, log_sum: Tensor, k: int, activation: Activation, shards: Any
+    top: Tensor, ids: Tensor, log_sum: Tensor, k: int, activation: Activation, shards: Shards
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the largest logits of ranks, their classes, and the sums relative to their largest x."""
     from xent.backends.torch.shards.collectives import gather  # needs torch.distributed

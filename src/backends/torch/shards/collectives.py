@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.core.call import Shards
+from xent.core.spec import Group
 
 __all__ = ["Pending", "Tokens", "add_up", "gather", "tokens_of"]
 
@@ -40,7 +41,7 @@ class Pending(NamedTuple):
         return self.result
 
 
-def gather(array: Tensor, group: Any) -> Pending:
+def gather(array: Tensor, group: dist.ProcessGroup) -> Pending:
     """Gather the contiguous `array` of every rank into (ranks, *shape)."""
     out = array.new_empty((group.size(), *array.shape))
     if not array.numel():
@@ -48,7 +49,7 @@ def gather(array: Tensor, group: Any) -> Pending:
     return Pending(out, _gather(out.flatten(0, 1), array, group=group, async_op=True), array)
 
 
-def add_up(array: Tensor, group: Any) -> Pending:
+def add_up(array: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Sum the contiguous `array` over all ranks, in place.
 
     If at most one rank has a nonzero value for an element, the sum has the same bits on every rank, in any order.
@@ -61,7 +62,7 @@ def add_up(array: Tensor, group: Any) -> Pending:
 class Tokens(NamedTuple):
     """The distribution of hidden states (..., D) over the ranks of a group."""
 
-    group: Any
+    group: Group
     """The group that sums the gradient; None if the caller does."""
     axis: int | None
     """The axis that is split, >= 0; None if every rank has all tokens, or there are none."""

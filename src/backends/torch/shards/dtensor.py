@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xent.backends.torch.shards.ranges import group_of
 from xent.core.call import Shards, describe
-from xent.core.spec import LinearTeacher, Stats, TopKTeacher, VocabParallel
+from xent.core.describe import Arguments
+from xent.core.spec import Array, LinearTeacher, Stats, TopKTeacher, VocabParallel
 
 __all__ = ["is_cut", "of_linear", "of_logits"]
 
@@ -29,14 +30,14 @@ _ROWS_OF = {TopKTeacher: ("ids", "log_probs"), LinearTeacher: ("input",)}
 """The arrays with one row per token of a teacher that is no array itself."""
 
 
-def is_cut(array: Any, axis: Any) -> bool:
+def is_cut(array: Array, axis: object) -> bool:
     """Return whether an array is a DTensor whose classes, on that axis, are sharded."""
     if not isinstance(array, DTensor) or not isinstance(axis, int) or not array.dim():
         return False
     return any(placement.is_shard(axis % array.dim()) for placement in array.placements)
 
 
-def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str, Any]) -> Any:
+def of_logits(function: Callable[..., Any], logits: DTensor, arguments: Arguments) -> Any:
     """Call a function of logits (..., V) with DTensors."""
     axis = arguments["axis"] % logits.dim()
     cut = _Cut("logits", logits, axis, arguments)
@@ -45,7 +46,7 @@ def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str
     return cut.results(function(logits.to_local(), **own, vocab_parallel=cut.shards(None, True)))
 
 
-def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, arguments: dict[str, Any]) -> Any:
+def of_linear(function: Callable[..., Any], input: Array, weight: DTensor, arguments: Arguments) -> Any:
     """Call a function of hidden states (..., D) and a classifier (V, D) with DTensors."""
     cut, placements, bias = _Cut("linear_weight", weight, 0, arguments), weight.placements, arguments.get("linear_bias")
     for place, placement in enumerate(placements):
@@ -70,7 +71,7 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
 class _Cut:
     """The mesh dimensions over which classes and rows are sharded."""
 
-    def __init__(self, name: str, array: DTensor, axis: int, arguments: dict[str, Any]) -> None:
+    def __init__(self, name: str, array: DTensor, axis: int, arguments: Arguments) -> None:
         """Describe an array with classes on `axis`. `vocab_parallel.size` may say that they end in padding."""
         _check(name, array)
         self.mesh, self.classes, self._arguments = array.device_mesh, array.shape[axis], arguments
@@ -122,7 +123,7 @@ class _Cut:
             if place != self.place and isinstance(placement, Shard) and self.mesh.size(place) > 1:
                 self.rows[place] = row_of(placement.dim)
 
-    def hidden(self, input: Any) -> tuple[Tensor, int | None, bool]:
+    def hidden(self, input: Array) -> tuple[Tensor, int | None, bool]:
         """Return (hidden states, axis along which tokens are split, whether the call sums the gradient over ranks)."""
         others = [place for place in range(self.mesh.ndim) if place != self.place and self.mesh.size(place) > 1]
         if not isinstance(input, DTensor):
@@ -148,7 +149,7 @@ class _Cut:
         placements[self.place] = Partial()
         return input.to_local(grad_placements=placements), None, False
 
-    def own(self, source: Any, axis: int) -> dict[str, Any]:
+    def own(self, source: Array, axis: int) -> Arguments:
         """Return the arguments, with this rank's part of arrays; `axis` is that of the classes of a float target."""
         own = {name: value for name, value in self._arguments.items() if name != "vocab_parallel"}
         of_classes = {"weight": 0, "teacher": axis}
@@ -203,7 +204,7 @@ class _Cut:
             parts[name] = array.to_local()
         return replace(teacher, **parts)
 
-    def _part(self, name: str, array: Tensor, axis: int | None, source: Any) -> Tensor:
+    def _part(self, name: str, array: Tensor, axis: int | None, source: DTensor) -> Tensor:
         """Return this rank's part of an array with classes on `axis`, or None, whose other axes are rows."""
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         axis = None if axis is None else axis % array.dim()
@@ -256,7 +257,7 @@ class _Cut:
         return tuple(map(placed, local)) if isinstance(local, tuple) else placed(local)
 
 
-def _placed(array: Any) -> str:
+def _placed(array: Array) -> str:
     """Return the placements and the shape of an array for error messages."""
     return f"placements {array.placements} of {array.shape}" if isinstance(array, DTensor) else describe(array)
 

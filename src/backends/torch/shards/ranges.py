@@ -26,7 +26,7 @@ from xent.backends.torch import private
 from xent.backends.torch.shards.checks import compared, line_checks, row_checks
 from xent.backends.torch.shards.collectives import gather, tokens_of
 from xent.core.call import Call, Given, Product, Shards, array_of, describe, vocabulary_of
-from xent.core.spec import BackendError, VocabParallel
+from xent.core.spec import BackendError, Group, VocabParallel
 
 __all__ = ["group_of", "named", "ranges_of", "refuse_different"]
 
@@ -38,7 +38,7 @@ _OF_DATA_PARALLELISM = (
 )
 
 
-def group_of(argument: Any) -> Any:
+def group_of(argument: Group) -> dist.ProcessGroup:
     """Return the process group of a `vocab_parallel` argument, or raise TypeError or ValueError."""
     group = argument.group if isinstance(argument, (VocabParallel, Shards)) else argument
     if isinstance(group, DeviceMesh):
@@ -82,7 +82,7 @@ def refuse_different(call: Call, count: int, *kind: object) -> NoReturn:
     raise ValueError("the checksums of the ranks differ, although their rows and the ranges of their classes do not")
 
 
-def named(vocab_parallel: Any) -> AbstractContextManager[None]:
+def named(vocab_parallel: Group) -> AbstractContextManager[None]:
     """Return a context in which errors name this rank, as in "rank 1: ...", and keep their type.
 
     Raise TypeError or ValueError if the argument is no process group.
@@ -227,7 +227,7 @@ def _text(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _difference(name: str, array: Tensor, group: Any) -> str:
+def _difference(name: str, array: Tensor, group: dist.ProcessGroup) -> str:
     """Return in which ranks an array (N,) or (N, K) of the rows differs from that of rank 0; "" if in none."""
     shown = array.dim() == 1 and name != "support"
     whole = gather((array if shown else line_checks(array)).contiguous(), group).wait()
