@@ -1,8 +1,8 @@
 """The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def placed(block: Block) -> Iterator[Placed]:
             strides = count or 1, 0, vocabulary
             yield Placed(logits, grad, block.start, count, strides, strides, 0, Layout(False, False, False, vector))
             return
-    pieces: Any = [(0, block.logits, block.grad)]
+    pieces: Iterable[tuple[int, Tensor, Tensor | None]] = [(0, block.logits, block.grad)]
     if not _is_direct(block.logits) or (block.grad is not None and not _is_direct(block.grad)):
         pieces = logit_blocks(block.logits, block.grad)
     for start, logits, grad in pieces:
@@ -145,7 +145,7 @@ again. Busy kernels take many instructions for a class: they predict classes, or
 pass, or with a softcap of 16-bit logits, rows are not shared, and four small programs per multiprocessor are best for
 all rows."""
 
-Sized = tuple[Way, int, dict[str, Any]]
+Sized = tuple[Way, int, dict[str, object]]
 """A way with block sizes, the number of classes of a program (the last one may have fewer), and launch options."""
 
 
@@ -193,5 +193,5 @@ def in_blocks(
     # Without fused multiply-add if rows may begin anywhere: then a class may be in the first block, in the loop or in
     # the last block. The compiler may fuse one copy of the code and not another, and a row's bits would depend on where
     # it begins.
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": not skewed}
+    options: dict[str, object] = {"num_warps": warps, "enable_fp_fusion": not skewed}
     return way, share, options | ({"maxnreg": registers} if registers else {})

@@ -4,12 +4,14 @@ Whole rows take one launch. Rows of class targets can also be folded, finished a
 Coefficients are (6, R) float32, see `finish_kernel`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import SCALES, STEPS, Block, Loaded, Part, Setting, Steps
+from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
@@ -23,6 +25,7 @@ from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel
 from xent.backends.triton.kernels.sums import finish_kernel, partition_kernel, scale_kernel, select_kernel
 from xent.backends.triton.launches import (
     Columns,
+    Kernel,
     Launch,
     Way,
     absent,
@@ -53,7 +56,7 @@ class TritonSteps:
     """The steps of a call, for all targets without shards, and for class targets in shards."""
 
     computes_all = tiles = overlays = True
-    arithmetic = GpuArithmetic()
+    arithmetic: Arithmetic = GpuArithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.inputs = setting, Inputs(setting)
@@ -103,7 +106,7 @@ class TritonSteps:
         hidden = source.select(part) if trained is None or apart else trained
         return Loaded(part, hidden, hidden if trained is None else trained, target_logits, checks)
 
-    def _probabilities(self) -> tuple[Any, ...]:
+    def _probabilities(self) -> tuple[object, ...]:
         """Return the arguments of `rows_kernel` for class probabilities."""
         target = self.setting.call.target
         if not isinstance(target, Probabilities):
@@ -227,7 +230,7 @@ class TritonSteps:
             prepared, share = self._of_gradient(piece, width)
             rows, first, kind = inputs.rows_of(part, piece.start)
             own = rows.class_weight
-            if inputs.options.weight is not None:
+            if own is not None and inputs.options.weight is not None:
                 own = own[block.first :]
                 kind = kind, own.data_ptr() % 16 == 0
             rows = rows._replace(target=None, class_weight=own, total_weight=None)
@@ -250,14 +253,14 @@ class TritonSteps:
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
             own, geometry = inputs.way, layout._asdict() | {"block": size}
             way = Way(own.capped, smoothed=own.smoothed, of_entropy=own.of_entropy, quick=quick, **geometry)
-            options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
+            options: dict[str, object] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
             constants = {"way": way, "BLOCKS": blocks}
             options |= {"enable_fp_fusion": not layout.skewed}
             launches[key] = Launch(gradient_kernel, constants, **options), blocks * size
         prepared: tuple[Launch, int] = launches[key]
         return prepared
 
-    def launch(self, name: str, function: Any, constants: dict[str, Any], **options: Any) -> Launch:
+    def launch(self, name: str, function: Kernel, constants: Mapping[str, object], **options: object) -> Launch:
         """Return the launch of a kernel whose constants are the same in all calls of a plan."""
         launches = self.inputs.decisions.launches
         if name not in launches:
@@ -309,7 +312,13 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
 
 
 def _scale_rows(
-    first: Tensor, rows: Strides, count: int, length: int, second: Tensor | None, upstream: Tensor, deferred: Any
+    first: Tensor,
+    rows: Strides,
+    count: int,
+    length: int,
+    second: Tensor | None,
+    upstream: Tensor,
+    deferred: Tensor | None,
 ) -> None:
     """Scale `count` rows of `length` elements, and a second tensor that fills its memory, in one launch."""
     more = 0 if second is None else second.numel()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Part, Setting
+from xent.backends.torch.contract import Block, Coefficients, Part, Setting
 from xent.backends.torch.memory import RowView, block_rows
 from xent.backends.torch.portable.facts import Index, tolerance
 from xent.backends.torch.portable.steps import PortableSteps
@@ -14,7 +14,7 @@ from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.inputs import Inputs, floats_of
 from xent.backends.triton.kernels.classes_kernels import support_kernel, top_k_kernel
 from xent.backends.triton.kernels.divergence_kernel import FOLD, GRADIENT, REFOLD, WHOLE, divergence_kernel
-from xent.backends.triton.launches import Numbers, Way, cdiv, launch, next_power_of_2, no_rows
+from xent.backends.triton.launches import Kernel, Numbers, Way, cdiv, launch, next_power_of_2, no_rows
 from xent.core.call import Allowed, Dense, Given, TopK
 
 __all__ = ["ShardedSteps", "whole_rows"]
@@ -26,7 +26,7 @@ _MERGED = "peak", "rest", "teacher_peak", "teacher_rest", "teacher_top", "pull"
 def whole_rows(inputs: Inputs, block: Block, part: Part) -> None:
     """Fold and finish the rows of a block. Write their gradient if `block.grad` is not None."""
     target, rows = inputs.setting.call.target, placed(block)
-    more: tuple[Any, ...]
+    more: tuple[object, ...]
     if isinstance(target, Dense):
         for piece in rows:
             _launch_dense(inputs, block, piece, part, WHOLE, (None, 0, None, 0))
@@ -59,8 +59,8 @@ def _copied(block: Block) -> Iterator[Placed]:
 
 
 def _launch(
-    kernel: Any, inputs: Inputs, piece: Placed, part: Part, most: int, more: tuple[Any, ...], constants: dict[str, Any],
-    aligned: bool = True, **options: Any,
+    kernel: Kernel, inputs: Inputs, piece: Placed, part: Part, most: int, more: tuple[object, ...],
+    constants: dict[str, Any], aligned: bool = True, **options: object,
 ) -> None:  # fmt: skip
     """Launch a kernel, with one program per row and blocks of up to `most` classes. `more`: its own arguments.
 
@@ -89,7 +89,9 @@ def _launch(
     )
 
 
-def _launch_dense(inputs: Inputs, block: Block, piece: Placed, part: Part, step: int, others: tuple[Any, ...]) -> None:
+def _launch_dense(
+    inputs: Inputs, block: Block, piece: Placed, part: Part, step: int, others: tuple[object, ...]
+) -> None:
     """Take a step of a divergence from a teacher's logits (R, V), with its `others` of arguments."""
     options, target = inputs.options, inputs.setting.call.target
     assert isinstance(target, Dense)
@@ -140,17 +142,17 @@ class ShardedSteps(PortableSteps):
         super().invalidate(index, wrong)
         self._inputs.rows = self._inputs.rows._replace(sample_weight=self.facts.weight)
 
-    def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
+    def gradient(self, block: Block, part: Part, coefficients: Coefficients) -> None:
         """Write the gradient of a block's logits."""
         if self._inputs.setting.width:
             self._launch(block, part, GRADIENT, None, coefficients)
 
-    def _launch(self, block: Block, part: Part, step: Any, sums: Tensor | None, merged: dict[str, Tensor]) -> None:
+    def _launch(self, block: Block, part: Part, step: int, sums: Tensor | None, merged: dict[str, Tensor]) -> None:
         """Take one step. `sums` (K, R) of a fold are written."""
         known = torch.stack([merged[name] for name in _MERGED if name in merged]) if merged else None
         for piece in placed(block):
             first = piece.start - block.start
-            others: tuple[Any, ...] = ()
+            others: tuple[object, ...] = ()
             for array in (sums, known):
                 others += (None, 0) if array is None else (array[:, first : first + piece.number], array.stride(0))
             _launch_dense(self._inputs, block, piece, part, step, others)

@@ -54,7 +54,13 @@ _reasons: dict[Variant, str | None] = {}  # why a variant is off, None if it is 
 
 
 def product(
-    variant: Variant, numbers: Any, hidden: Tensor, weight: Tensor, classes: Tensor, coefficients: Any, out: Tensor
+    variant: Variant,
+    numbers: Numbers,
+    hidden: Tensor,
+    weight: Tensor,
+    classes: Tensor,
+    coefficients: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Write sums, or with `coefficients` the gradient of the logits, of hidden states (R, D) to `out`.
 
@@ -90,7 +96,7 @@ def _can_be_copied(matrix: Tensor) -> bool:
     return aligned and 0 < width <= pitch
 
 
-def _descriptor(matrix: Tensor, rows: int) -> Any:
+def _descriptor(matrix: Tensor, rows: int) -> object:
     """Return the copy engine's descriptor of a matrix. Rows of a block are swizzled by 128 bytes in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
