@@ -10,7 +10,7 @@ from typing import Any
 from xent.backends.evaluate import evaluate
 from xent.core.describe import describe_divergence, describe_log_probs, describe_loss, describe_top_k
 from xent.core.signature import register
-from xent.core.spec import Support
+from xent.core.spec import Array, Group, Scalar, Support, Teacher
 
 __all__ = [
     "cross_entropy",
@@ -25,22 +25,22 @@ __all__ = [
 
 
 def cross_entropy(
-    logits: Any,
-    target: Any,
+    logits: Array,
+    target: Array,
     *,
-    weight: Any = None,
+    weight: Array = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    sample_weight: Any = None,
-    normalizer: Any = None,
+    sample_weight: Array = None,
+    normalizer: Scalar = None,
     axis: int = -1,
     inplace: bool = False,
     stats: Collection[str] = (),
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the cross entropy between logits and target classes.
@@ -156,26 +156,26 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    input: Any,
-    linear_weight: Any,
-    target: Any,
+    input: Array,
+    linear_weight: Array,
+    target: Array,
     *,
-    linear_bias: Any = None,
-    weight: Any = None,
+    linear_bias: Array = None,
+    weight: Array = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    sample_weight: Any = None,
-    normalizer: Any = None,
+    sample_weight: Array = None,
+    normalizer: Scalar = None,
     shift: int | Sequence[int] = 0,
     head_weight: Sequence[float] | None = None,
     workspace: int | None = None,
     precision: str | None = None,
     stats: Collection[str] = (),
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the cross entropy of a linear classifier without storing its (tokens x vocabulary) logits.
@@ -283,10 +283,10 @@ def linear_cross_entropy(
 
 
 def log_probs(
-    logits: Any,
-    target: Any,
+    logits: Array,
+    target: Array,
     *,
-    temperature: Any = 1.0,
+    temperature: Scalar = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
@@ -294,7 +294,7 @@ def log_probs(
     axis: int = -1,
     entropy: bool = False,
     stats: Collection[str] = (),
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the log-probability of each target class, and the entropy of each row's distribution.
@@ -373,12 +373,12 @@ def log_probs(
 
 
 def linear_log_probs(
-    input: Any,
-    linear_weight: Any,
-    target: Any,
+    input: Array,
+    linear_weight: Array,
+    target: Array,
     *,
-    linear_bias: Any = None,
-    temperature: Any = 1.0,
+    linear_bias: Array = None,
+    temperature: Scalar = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
@@ -387,7 +387,7 @@ def linear_log_probs(
     entropy: bool = False,
     workspace: int | None = None,
     stats: Collection[str] = (),
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Compute log-probabilities of targets from hidden states, without storing the (tokens x vocabulary) logits.
@@ -436,8 +436,8 @@ def linear_log_probs(
 
 
 def divergence(
-    logits: Any,
-    teacher: Any,
+    logits: Array,
+    teacher: Teacher,
     *,
     kind: str = "kl",
     beta: float = 0.0,
@@ -445,11 +445,11 @@ def divergence(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     reduction: str = "mean",
-    sample_weight: Any = None,
-    normalizer: Any = None,
+    sample_weight: Array = None,
+    normalizer: Scalar = None,
     axis: int = -1,
     stats: Collection[str] = (),
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the Kullback-Leibler or Jensen-Shannon divergence, or the total variation, of a student from a teacher.
@@ -558,23 +558,23 @@ def divergence(
 
 
 def linear_divergence(
-    input: Any,
-    linear_weight: Any,
-    teacher: Any,
+    input: Array,
+    linear_weight: Array,
+    teacher: Teacher,
     *,
-    linear_bias: Any = None,
+    linear_bias: Array = None,
     kind: str = "kl",
     beta: float = 0.0,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     reduction: str = "mean",
-    sample_weight: Any = None,
-    normalizer: Any = None,
+    sample_weight: Array = None,
+    normalizer: Scalar = None,
     shift: int = 0,
     workspace: int | None = None,
     stats: Collection[str] = (),
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the divergence of a linear classifier from a teacher, without storing the logits of either.
@@ -637,14 +637,14 @@ def linear_divergence(
 
 
 def top_k(
-    logits: Any,
+    logits: Array,
     k: int,
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     axis: int = -1,
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Find the most probable classes of each row, and their log-probabilities over all classes.
@@ -690,16 +690,16 @@ def top_k(
 
 
 def linear_top_k(
-    input: Any,
-    linear_weight: Any,
+    input: Array,
+    linear_weight: Array,
     k: int,
     *,
-    linear_bias: Any = None,
+    linear_bias: Array = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     workspace: int | None = None,
-    vocab_parallel: Any = None,
+    vocab_parallel: Group = None,
     backend: str = "auto",
 ) -> Any:
     """Find the most probable classes of each row from hidden states, without storing the (tokens x vocabulary) logits.

@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "lse relative to the peak", PORTABLE + "steps.py",
-        'found["lse"] = peak + log_sum', 'found["lse"] = log_sum', (STATS, MATRIX, "-k", "lse"),
+        'results["lse"] = peak + log_sum', 'results["lse"] = log_sum', (STATS, MATRIX, "-k", "lse"),
     ),
     # The facts of rows.
     Fault(
@@ -116,7 +116,7 @@ FAULTS = [
     ),
     Fault(
         "ignore_index is always -100", PORTABLE + "facts.py",
-        "nonempty(ids == ignore_index)", "some(ids == -100)",
+        "nonempty(ids == ignore_index)", "nonempty(ids == -100)",
         (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "upstream gradient of the loss lost", PORTABLE + "facts.py",
-        "self.scale * given.loss.to(dtype)", "self.scale * torch.ones_like(given.loss)",
+        "self.scale * upstream.loss.to(dtype)", "self.scale * torch.ones_like(upstream.loss)",
         (MATRIX, "-k", "none"),
     ),
     Fault(
@@ -159,7 +159,7 @@ FAULTS = [
     # The rows of PyTorch.
     Fault(
         "target logits of 16 bits without bias", PORTABLE + "steps.py",
-        "found = found if source.bias is None else found + source.bias[place]", "found = found",
+        "target_logits if source.bias is None else target_logits + source.bias[place]", "target_logits",
         (MATRIX, "-k", "bias and (float16 or bfloat16)"),
     ),
     Fault(
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "reverse divergence without its mean", PORTABLE + "divergence.py",
-        'times(p, made["pull"][:, None] - v)', "times(p, -v)", (DIVERGENCE,),
+        'times(p, coefficients["pull"][:, None] - v)', "times(p, -v)", (DIVERGENCE,),
     ),
     Fault(
         "bucket without the other classes", PORTABLE + "divergence.py",
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "top-k classes of the first rank only", PORTABLE + "steps.py",
-        "found = {name: one.amax(0) for", "found = {name: one[0] for", ("tests/distributed/test_divergences.py",),
+        "merged = {name: sums.amax(0) for", "merged = {name: sums[0] for", ("tests/distributed/test_divergences.py",),
     ),
     # Loop, sources, products.
     Fault(
@@ -246,7 +246,7 @@ FAULTS = [
     ),
     Fault(
         "gradient of padding classes", "backends/torch/sources.py",
-        "                self._made[..., width:] = 0", "                self._made[..., width:] = 1",
+        "                self._gradients[..., width:] = 0", "                self._gradients[..., width:] = 1",
         (SHARDS, "tests/distributed/test_dtensors.py", "-k", "padded"),
     ),
     Fault(
@@ -260,11 +260,11 @@ FAULTS = [
     ),
     Fault(
         "input's gradient not summed over ranks", "backends/torch/sources.py",
-        "made if self._tokens is None else self._tokens.own(made.wait())", "self._made[0]", (SHARDS,),
+        "of_input if self._tokens is None else self._tokens.own(of_input.wait())", "self._gradients[0]", (SHARDS,),
     ),
     Fault(
         "gradient of skipped rows not zeroed", "backends/torch/sources.py",
-        "                made.index_fill_(0, left_out, 0)", "                pass", (SKIPPED,),
+        "                of_input.index_fill_(0, left_out, 0)", "                pass", (SKIPPED,),
     ),
     Fault(
         "gradient of the bias of one part", "backends/torch/sources.py",
@@ -322,7 +322,7 @@ FAULTS = [
     ),
     Fault(
         "packed fields with the defaults", "backends/torch/codec.py",
-        "for name, one in fields.items()})", 'for name, one in fields.items() if name != "label_smoothing"})',
+        "for name, field in fields.items()})", 'for name, field in fields.items() if name != "label_smoothing"})',
         ("tests/torch/test_compile.py", "-k", "compiles_whole"),
     ),
     # Autograd.
@@ -348,7 +348,7 @@ FAULTS = [
     ),
     Fault(
         "gradient of the scale not divided", "backends/torch/loop.py",
-        "found: Tensor = total / setting.call.activation.logit_scale", "found: Tensor = total * 1", (SCALE,),
+        "of_scale: Tensor = total / setting.call.activation.logit_scale", "of_scale: Tensor = total * 1", (SCALE,),
     ),
     Fault(
         "gradient of probabilities without smoothing", "backends/torch/loop.py",
@@ -358,12 +358,12 @@ FAULTS = [
     ),
     Fault(
         "gradient of shared probabilities of one head", "backends/torch/loop.py",
-        "flat.index_add_(0, some.order.clamp(min=0), found)", "flat[some.order.clamp(min=0)] = found",
+        "flat.index_add_(0, row_facts.order.clamp(min=0), of_block)", "flat[row_facts.order.clamp(min=0)] = of_block",
         (TARGET, "-k", "heads"),
     ),
     Fault(
         "one upstream gradient for a whole batch", "backends/torch/function.py",
-        "one if dim is None else one.select(dim, entry)", "one if dim is None else one.select(dim, 0)",
+        "tensor if dim is None else tensor.select(dim, entry)", "tensor if dim is None else tensor.select(dim, 0)",
         (TRANSFORMS, "-k", "batched or jacrev"),
     ),
     Fault(
@@ -374,25 +374,26 @@ FAULTS = [
     # Shards.
     Fault(
         "sums of ranks not rebased", PORTABLE + "steps.py",
-        "factors, rest = (-growth).exp(), given", "factors, rest = torch.ones_like(growth), given", (SHARDS,),
+        "factors, rest = (-growth).exp(), by_rank", "factors, rest = torch.ones_like(growth), by_rank", (SHARDS,),
     ),
     Fault(
         "entropy of ranks not rebased", PORTABLE + "steps.py",
-        'factors * (given["mixed"] - growth * rest)', 'factors * given["mixed"]', (SHARDS, "-k", "stats or entropy"),
+        'factors * (by_rank["mixed"] - growth * rest)', 'factors * by_rank["mixed"]',
+        (SHARDS, "-k", "stats or entropy"),
     ),
     Fault(
         "smoothing of ranks not rebased", PORTABLE + "steps.py",
-        "given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)", "given[name]",
+        "by_rank[name] + (by_rank[count] * growth).masked_fill(by_rank[count] == 0, 0)", "by_rank[name]",
         (SHARDS, "-k", "smoothing or probabilities"),
     ),
     Fault(
         "prediction of the first rank", PORTABLE + "steps.py",
-        "torch.where(wins, given[place], torch.iinfo(torch.int64).max).amin(0)", "given[place].amin(0)", (SHARDS,),
+        "torch.where(wins, by_rank[place], torch.iinfo(torch.int64).max).amin(0)", "by_rank[place].amin(0)", (SHARDS,),
     ),
     Fault(
         "shards of one size", "backends/torch/shards/ranges.py",
         "firsts = [sum(stated.rows for stated in table[:place]) for place in range(ranks)]",
-        "firsts = [place * one.rows for place in range(ranks)]", (SHARDS,),
+        "firsts = [place * rank_0.rows for place in range(ranks)]", (SHARDS,),
     ),
     Fault(
         "padding is a class", "backends/torch/plan.py",
@@ -415,7 +416,7 @@ FAULTS = [
     ),
     Fault(
         "class weights of another rank's targets", PORTABLE + "facts.py",
-        "        found = add_up(found, shards.group).wait()", "        pass", (SHARDS,),
+        "        gathered = add_up(gathered, shards.group).wait()", "        pass", (SHARDS,),
     ),
     Fault(
         "a kernel's pull of a divergence in shards", KERNELS + "divergence_kernel.py",
@@ -424,7 +425,7 @@ FAULTS = [
     ),
     Fault(
         "sums over ranks not waited for", "backends/torch/shards/collectives.py",
-        "return Pending(values, _reduce(values, group=group, async_op=True), values)", "return Pending(values)",
+        "return Pending(array, _reduce(array, group=group, async_op=True), array)", "return Pending(array)",
         (SHARDS,),
     ),
     # Triton kernels, in the interpreter.
@@ -442,12 +443,12 @@ FAULTS = [
     ),
     Fault(
         "kernel: sum of squares of a sure row", KERNELS + "algebra.py",
-        "near = log1p(squares / one) - 2 * nll", "near = log1p(squares / one) - nll",
+        "near = log1p(squares / safe_square) - 2 * nll", "near = log1p(squares / safe_square) - nll",
         ("tests/triton/test_rows.py", "-k", "hard_rows and statistics"), "triton",
     ),
     Fault(
         "kernel: strides of row weights", "backends/torch/prepare.py",
-        "return values.reshape(-1).contiguous()", "return values.reshape(-1)",
+        "return array.reshape(-1).contiguous()", "return array.reshape(-1)",
         ("tests/test_promises.py", "-k", "strides"), "triton",
     ),
     Fault(
@@ -524,7 +525,8 @@ FAULTS = [
     ),
     Fault(
         "kernel: hidden states of ignored rows", KERNELS + "sums.py",
-        "kept = tl.where(excluded, zero, h.to(selected.dtype.element_ty))", "kept = h.to(selected.dtype.element_ty)",
+        "copied = tl.where(excluded, zero, h.to(selected.dtype.element_ty))",
+        "copied = h.to(selected.dtype.element_ty)",
         ("tests/triton/test_means.py", SKIPPED, "tests/triton/test_product.py", "-k", "cancelling or statistics"),
         "triton",
     ),

@@ -14,7 +14,7 @@ from xent.core.describe import Describer
 from xent.core.spec import QuantizedRows
 from xent.core.validate import POSITIVE, RANGES
 
-__all__ = ["FUNCTIONS", "Function", "binder", "bucket", "is_inside", "register", "with_slots"]
+__all__ = ["FUNCTIONS", "Function", "Operands", "binder", "bucket", "is_inside", "register", "with_slots"]
 
 
 class Function(NamedTuple):

@@ -17,6 +17,7 @@ __all__ = [
     "Array",
     "BackendError",
     "BackendInfo",
+    "Group",
     "LinearTeacher",
     "QuantizedRows",
     "QuantizedWeight",
@@ -24,6 +25,7 @@ __all__ = [
     "Stats",
     "Subset",
     "Support",
+    "Teacher",
     "TopKTeacher",
     "VocabParallel",
     "bounded",
@@ -34,6 +36,8 @@ Array = Any
 """An array of PyTorch, MLX or NumPy. No type says what the three have in common; in a plan it is an `ArraySlot`."""
 Scalar = Any
 """A number, or a 0-d array where an option takes one; in a plan it may be a `NumberSlot`."""
+Group = Any
+"""A process group of PyTorch, a DeviceMesh of one dimension, or a `VocabParallel` of one; None without shards."""
 
 REDUCTIONS = ("mean", "sum", "none")
 DIVERGENCES = ("kl", "tv")
@@ -307,6 +311,10 @@ class Subset:
 
     teacher: "Array | LinearTeacher"
     ids: Array
+
+
+Teacher = LinearTeacher | TopKTeacher | Subset | Array
+"""What the student of a divergence is compared with; an array has logits."""
 
 
 @dataclass(frozen=True, eq=False)

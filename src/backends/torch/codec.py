@@ -6,7 +6,7 @@ Every value is a field of a NamedTuple and is found by its name. So a new option
 import json
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -58,10 +58,10 @@ def text(value: Any) -> str:
     if isinstance(value, _Slot):
         return '{"slot":' + str(value.place) + "}"
     if isinstance(value, _RECORDS):
-        inner = [f'"{name}":' + text(one) for name, one in fields_of(value).items()]
+        inner = [f'"{name}":' + text(part) for name, part in fields_of(value).items()]
         return "{" + ",".join([f'"type":"{type(value).__name__}"', *inner]) + "}"
     if isinstance(value, tuple):
-        return "[" + ",".join([text(one) for one in value]) + "]"
+        return "[" + ",".join([text(part) for part in value]) + "]"
     if isinstance(value, float):
         return '{"hex":"' + value.hex() + '"}'
     if isinstance(value, str):
@@ -80,28 +80,28 @@ def text(value: Any) -> str:
 def parse(words: str, tensors: Any) -> Call:
     """Invert `text`, with the tensors in place. Fields are found by name; absent ones have their defaults."""
 
-    def made(fields: dict[str, Any]) -> Any:
+    def decoded(fields: dict[str, Any]) -> Any:
         if "slot" in fields:
             return tensors[fields["slot"]]
         if "hex" in fields:
             return float.fromhex(fields["hex"])
-        return _KINDS[fields.pop("type")](**{name: _tuples(one) for name, one in fields.items()})
+        return _KINDS[fields.pop("type")](**{name: _tuples(field) for name, field in fields.items()})
 
-    call: Call = json.loads(words, object_hook=made)
+    call: Call = json.loads(words, object_hook=decoded)
     return call
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+    return tuple(_tuples(element) for element in value) if isinstance(value, list) else value
 
 
-Places = tuple[tuple[int, Any], ...]
+Places: TypeAlias = "tuple[tuple[int, Places | None], ...]"
 """The fields of a record that are tensors, with None, or records with tensors, with their own places."""
 
 
 def places_of(record: Any) -> Places:
     """Return where a record has tensors."""
-    places: list[tuple[int, Any]] = []
+    places: list[tuple[int, Places | None]] = []
     for index, field in enumerate(record):
         if isinstance(field, Tensor):
             places.append((index, None))

@@ -36,13 +36,17 @@ are global. Merged, `range` is that of [0, V), unless the rows of the ranks diff
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from xent.core.call import Activation, Call, Dense, Probabilities, TopK, differs
-from xent.core.spec import DIFFERENTIABLE
+from xent.core.spec import DIFFERENTIABLE, Scalar
+
+if TYPE_CHECKING:
+    from xent.backends.torch.fp8 import Arithmetic
+    from xent.backends.torch.products import Classifier
 
 __all__ = [
     "CONSTANTS",
@@ -51,6 +55,7 @@ __all__ = [
     "SCALES",
     "STEPS",
     "Block",
+    "Coefficients",
     "Loaded",
     "Part",
     "Schedule",
@@ -64,6 +69,9 @@ __all__ = [
     "wide",
 ]
 
+
+Coefficients = Any
+"""What `Steps.finish` returns for `Steps.gradient`, in the form of a device."""
 
 _NONE: Any = None
 
@@ -128,12 +136,12 @@ class Part(NamedTuple):
         """The indices of these rows in the call."""
         return slice(self.start, self.stop) if self.rows is None else self.rows
 
-    def put(self, values: Tensor, place: Tensor) -> None:
-        """Write values (R, ...) to these rows of `place` (N, ...)."""
+    def put(self, array: Tensor, place: Tensor) -> None:
+        """Write an array (R, ...) to these rows of `place` (N, ...)."""
         if self.rows is None:
-            place[self.start : self.stop] = values
+            place[self.start : self.stop] = array
         else:
-            place.index_copy_(0, self.rows, values.to(place.dtype))
+            place.index_copy_(0, self.rows, array.to(place.dtype))
 
 
 class Schedule:
@@ -224,7 +232,7 @@ class Block(NamedTuple):
     first: int = 0
     """The first class, relative to this rank's."""
     grad: Tensor | None = None
-    """Memory for the gradient, with the shape of `logits`; it may be `logits` itself. None if it is not wanted."""
+    """Memory for the gradient, with the shape of `logits`; it may be `logits` itself. None without one."""
     target_logits: Tensor | None = None
     """(R,) float32, which replace the targets' raw logits if these were rounded to 16 bits; 0 for another rank's."""
     teacher: Tensor | None = None
@@ -268,7 +276,7 @@ class Steps(Protocol):
     """Whether `whole_rows` serves this call, for rows whose logits are all in memory."""
     saves: bool
     """Whether the backward pass of this call takes the saved sums. If not, it calls `whole_rows` with upstreams."""
-    arithmetic: Any
+    arithmetic: "Arithmetic"
     """The `xent.backends.torch.fp8.Arithmetic` of 8-bit factors."""
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
@@ -296,11 +304,11 @@ class Steps(Protocol):
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums of a block to `sums` (K, R) of its rows, or with `adds` merge them into it. C may be 0."""
 
-    def fold_product(self, source: Any, loaded: Loaded, sums: Tensor) -> bool:
+    def fold_product(self, source: "Classifier", loaded: Loaded, sums: Tensor) -> bool:
         """Write all sums (K, R) of a part from its hidden states, without storing logits. False if a device cannot."""
         return False
 
-    def gradient_product(self, source: Any, loaded: Loaded, coefficients: Any, grad: Tensor) -> bool:
+    def gradient_product(self, source: "Classifier", loaded: Loaded, coefficients: Coefficients, grad: Tensor) -> bool:
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
         return False
 
@@ -310,15 +318,15 @@ class Steps(Protocol):
         Until `finish`, `fold` writes the two sums of the second fold: the divergence, and that of its gradient.
         """
 
-    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Coefficients:
         """Merge the sums of all ranks, (ranks, K, R), in rank order; record the results of a part in a forward pass.
 
         The merged sums have the same columns. They are written to `saved` (K, N), in the order of the call, if it is
-        not None. Return the coefficients of the gradient if they are `wanted`, in any form: `gradient` gets them. A
+        not None. With `needs_gradient` return the coefficients of the gradient, in any form: `gradient` gets them. A
         backward pass calls this with the saved sums, and records nothing.
         """
 
-    def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
+    def gradient(self, block: Block, part: Part, coefficients: Coefficients) -> None:
         """Write the gradient of a block's logits to `block.grad`. `coefficients` are those of the part."""
 
     def results(self) -> list[Tensor]:
@@ -351,7 +359,7 @@ def columns(call: Call) -> tuple[str, ...]:
     return (*names, *checks)
 
 
-def smooths(label_smoothing: Any) -> bool:
+def smooths(label_smoothing: Scalar) -> bool:
     """Return whether there is label smoothing: a number other than 0, or a tensor."""
     return differs(label_smoothing, 0)
 
@@ -383,4 +391,4 @@ largest logits, the largest first, the first among equals, these logits, and log
 where all x are -inf. See `xent.backends.torch.top_k`."""
 
 SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
-"""Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""
+"""Backend -> function (gradients, upstream, `Steps.deferred`, in place) that scales gradients of a forward pass."""

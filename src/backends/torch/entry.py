@@ -13,7 +13,7 @@ from xent.backends.torch.codec import split, text
 from xent.backends.torch.contract import wide
 from xent.backends.torch.function import is_plain, undisturbed
 from xent.backends.torch.memory import overlaps
-from xent.backends.torch.plan import Asked, asked_of, compute_of, leaves_of
+from xent.backends.torch.plan import Requested, compute_of, leaves_of, requested_by
 from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.backends.torch.top_k import top_k
@@ -31,7 +31,7 @@ def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     compiling = torch.compiler.is_compiling()
     if isinstance(source, Given) and source.inplace:
         if not compiling:
-            check_inplace(source.logits, asked_of(leaves_of(call)))
+            check_inplace(source.logits, requested_by(leaves_of(call)))
         call = replaced(call, source=replaced(source, inplace=False))  # a compiler plans memory itself
     if compiling:
         call = replaced(call, options=_symbolic(call))
@@ -79,20 +79,20 @@ def _symbolic(call: Call) -> Options:
     PyTorch keeps a float symbolic in a product, but not in torch.full.
     """
     options = call.options
-    one = torch.ones((), dtype=wide(compute_of(call.source)), device=array_of(call).device)
+    unit = torch.ones((), dtype=wide(compute_of(call.source)), device=array_of(call).device)
     if isinstance(options.normalizer, (int, float)):
-        options = replaced(options, normalizer=one * options.normalizer)
+        options = replaced(options, normalizer=unit * options.normalizer)
     if options.head_weight is not None:
-        options = replaced(options, head_weight=torch.stack([one * weight for weight in options.head_weight]))
+        options = replaced(options, head_weight=torch.stack([unit * weight for weight in options.head_weight]))
     return options
 
 
-def check_inplace(logits: Tensor, asked: Asked) -> None:
+def check_inplace(logits: Tensor, requested: Requested) -> None:
     """Raise an error for logits that their gradient must not overwrite."""
-    if not any(asked.flags):
+    if not any(requested.flags):
         return
-    for is_asked, name in ((asked.probabilities, "target"), (asked.scale, "logit_scale")):
-        if is_asked:
+    for is_requested, name in ((requested.probabilities, "target"), (requested.scale, "logit_scale")):
+        if is_requested:
             raise ValueError(
                 f"inplace=True overwrites the logits, from which the gradient of {name} is computed: pass "
                 f"inplace=False, or {name}.detach()"

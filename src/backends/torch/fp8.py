@@ -89,11 +89,13 @@ class Arithmetic:
 
         `ids` (N,) are the targets, `of_targets` (R,) the gradients g of their logits.
         """
-        made = product.float()
+        gradient = product.float()
         if of_targets is not None:
             place = ids[part.indices].clamp(0, len(weight) - 1)
-            made = made + (of_targets[:, None] * weight[place].float()).masked_fill_(of_targets[:, None] == 0, 0)
-        part.put(made.to(out.dtype), out)
+            gradient = gradient + (of_targets[:, None] * weight[place].float()).masked_fill_(
+                of_targets[:, None] == 0, 0
+            )
+        part.put(gradient.to(out.dtype), out)
 
     def add_to_classes(self, total: Tensor, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
         """Add g_r h_r to row y_r of the classifier's gradient (C, D), for all rows r."""

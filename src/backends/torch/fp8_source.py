@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Loaded, Schedule, wide
+from xent.backends.torch.contract import Block, Coefficients, Loaded, Schedule, wide
 from xent.backends.torch.fp8 import Arithmetic, Quantized, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
 from xent.backends.torch.sources import Computed, Stored, most_columns
-from xent.core.call import Classes
+from xent.core.call import Classes, Product
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Computed8"]
@@ -24,16 +24,17 @@ class _Head(Classifier):
     """A classifier with its codes. It is not padded in 16 bits."""
 
     def __init__(
-        self, source: Any, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic, transposes: bool
+        self, source: Product, width: int, needs: tuple[bool, ...], arithmetic: Arithmetic, transposes: bool
     ) -> None:
         """`transposes`: there is a gradient of the hidden states to compute."""
+        assert source.dtype is not None
         compute = getattr(torch, source.dtype)
         super().__init__(source._replace(input=cast(source.input, compute)), width, needs)
         self.columns = width
         self.quantized_rows: Quantized = arithmetic.quantize(self.weight, transposes)
 
-    def _extended(self, values: Tensor) -> Tensor:
-        return values
+    def _extended(self, array: Tensor) -> Tensor:
+        return array
 
 
 class _Sum(ProductSum):
@@ -85,14 +86,14 @@ class Computed8(Computed):
 
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule, and allocate the gradients."""
-        self._schedule, head, needs, given = schedule, self._head, self._setting.needs, self._given
-        if not self.wanted:
+        self._schedule, head, needs, source = schedule, self._head, self._setting.needs, self._product
+        if not self.needs_gradient:
             return
         hidden, device = head.hidden, self._setting.device
         self._ones = torch.ones(padded(hidden.shape[1]), dtype=torch.float32, device=device)
-        self._made = [
-            hidden.new_empty(hidden.shape, dtype=kept_dtype(given.input.dtype)) if needs[0] else None,
-            _Sum(head.weight, given.weight.dtype, schedule.chunks) if needs[1] else None,
+        self._gradients = [
+            hidden.new_empty(hidden.shape, dtype=kept_dtype(source.input.dtype)) if needs[0] else None,
+            _Sum(head.weight, source.weight.dtype, schedule.chunks) if needs[1] else None,
             torch.zeros(head.classes, dtype=wide(head.compute), device=device) if needs[2] else None,
         ]
         if self._ids is not None:
@@ -100,7 +101,7 @@ class Computed8(Computed):
 
     def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
         """Yield all rows of a part in one block."""
-        head, trains = self._head, self.wanted and self._setting.needs[1]
+        head, trains = self._head, self.needs_gradient and self._setting.needs[1]
         count = loaded.part.stop - loaded.part.start
         if loaded.logits is None:
             self._codes = self._arithmetic.quantize(loaded.hidden, trains and loaded.trained is loaded.hidden)
@@ -111,22 +112,22 @@ class Computed8(Computed):
             if head.bias is not None:
                 loaded.logits += head.bias
         of_targets = None
-        if self.wanted:
+        if self.needs_gradient:
             loaded.grad = loaded.logits
             if self._ids is not None:
                 of_targets = loaded.target_grad = torch.zeros(count, dtype=torch.float32, device=self._setting.device)
         more = loaded.target_logits, None, loaded.input_checks, of_targets
         yield Block(loaded.logits, 0, 0, loaded.grad, *more)
 
-    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+    def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits."""
         Stored.differentiate(self, loaded, coefficients)
 
     def add(self, loaded: Loaded) -> None:
         """Quantize the gradient of a part's logits, and multiply it into those of hidden states and classifier."""
         part, grad, of_targets, head = loaded.part, loaded.grad, loaded.target_grad, self._head
-        made: list[Any] = self._made
-        arithmetic, (of_input, of_weight, of_bias) = self._arithmetic, made
+        gradients: list[Any] = self._gradients
+        arithmetic, (of_input, of_weight, of_bias) = self._arithmetic, gradients
         if not head.classes and of_input is not None:
             part.put(of_input.new_zeros(part.stop - part.start, of_input.shape[1]), of_input)
         if grad is None or not head.classes:
@@ -156,7 +157,7 @@ class Computed8(Computed):
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, with the targets' part of those of classifier and bias."""
-        _, of_weight, of_bias = self._made
+        _, of_weight, of_bias = self._gradients
         ids, of_targets = self._ids, self._of_targets
         if of_targets is not None and of_weight is not None:
             of_weight.add_targets(self._arithmetic, self._head.hidden, ids, of_targets)

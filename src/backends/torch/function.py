@@ -8,7 +8,7 @@ so that saved-tensor hooks see them, and a second backward pass without retain_g
 `operations`, and all tensors of the call are its inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from xent.backends.torch import private, refusals
 from xent.backends.torch.codec import parse, places_of, put, split, take, text
 from xent.backends.torch.contract import SCALES, Upstream
 from xent.backends.torch.loop import backward, forward
-from xent.backends.torch.plan import Asked, Plan
+from xent.backends.torch.plan import Plan, Requested
 from xent.core.call import Call
 
 __all__ = ["Loss", "Once", "PlainLoss", "Run", "has_memory", "is_plain", "undisturbed"]
@@ -27,7 +27,7 @@ __all__ = ["Loss", "Once", "PlainLoss", "Run", "has_memory", "is_plain", "undist
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def is_plain(tensors: Any) -> bool:
+def is_plain(tensors: Iterable[Tensor]) -> bool:
     """Return whether the tensors have memory and nothing is traced, so that no custom operation is needed.
 
     Batched tensors and those of ended transforms are of type Tensor, but have no memory.
@@ -71,12 +71,12 @@ def _scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inpla
     factor = upstream if deferred is None else upstream * deferred
     if factor.is_cpu and inplace and float(factor) == 1:
         return grads
-    made = []
+    scaled = []
     for grad in grads:
         # PyTorch would round a 0-d factor on an accelerator to the dtype of the gradient first.
-        one = factor if factor.is_cpu or not grad.dim() else factor.reshape(1)
-        made.append(torch.mul(grad, one, out=grad if inplace else torch.empty_like(grad)))
-    return made
+        multiplier = factor if factor.is_cpu or not grad.dim() else factor.reshape(1)
+        scaled.append(torch.mul(grad, multiplier, out=grad if inplace else torch.empty_like(grad)))
+    return scaled
 
 
 class Run:
@@ -88,71 +88,75 @@ class Run:
         self.plan, self.call = plan, call
 
 
-def _placed(gradients: Any, flags: tuple[bool, ...]) -> list[Tensor | None]:
+def _placed(gradients: Iterable[Tensor], flags: tuple[bool, ...]) -> list[Tensor | None]:
     """Return gradients at the places of flags that are True, and None at the others."""
     rest = iter(gradients)
     return [next(rest) if flag else None for flag in flags]
 
 
 def _gradients(
-    plan: Plan, call: Any, kept: Any, tensors: Any, upstream: tuple[Tensor | None, ...], plain: bool
+    plan: Plan, call: Any, retained: Any, tensors: Any, upstream: tuple[Tensor | None, ...], plain: bool
 ) -> Sequence[Tensor | None]:
-    """Return the gradients that were asked for, from what was kept, the call without its tensors, and these.
+    """Return the requested gradients, from what was retained, the call without its tensors, and these.
 
     `plain`: whether the passes run here; otherwise they are custom operations.
     """
     drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
     if not plan.first:
-        return _computed(plan, call, plan.asked, kept[0] if kept else None, tensors, upstream, plain, drops)
-    asked = plan.asked
-    flags = asked._replace(probabilities=False).flags
-    gradients = _placed(_scaled(plan, sum(flags), kept, upstream[0], plain, drops), flags)
-    if asked.probabilities:
-        only = Asked((False,) * len(asked.leaves), True, False)
+        return _computed(plan, call, plan.requested, retained[0] if retained else None, tensors, upstream, plain, drops)
+    requested = plan.requested
+    flags = requested._replace(probabilities=False).flags
+    gradients = _placed(_scaled(plan, sum(flags), retained, upstream[0], plain, drops), flags)
+    if requested.probabilities:
+        only = Requested((False,) * len(requested.leaves), True, False)
         (of_probabilities,) = _computed(plan, call, only, None, tensors, upstream, plain, drops)
-        gradients[len(asked.leaves)] = of_probabilities
-    return [gradient for gradient, wanted in zip(gradients, plan.flags, strict=True) if wanted]
+        gradients[len(requested.leaves)] = of_probabilities
+    return [gradient for gradient, needed in zip(gradients, plan.flags, strict=True) if needed]
 
 
-def _scaled(plan: Plan, count: int, kept: Any, upstream: Any, plain: bool, drops: bool) -> list[Tensor]:
-    """Return the `count` kept gradients times the upstream gradient, rounded once; in place if it `drops` them."""
-    deferred = kept[count] if len(kept) > count else None
+def _scaled(
+    plan: Plan, count: int, retained: Sequence[Tensor], upstream: Any, plain: bool, drops: bool
+) -> list[Tensor]:
+    """Return the `count` retained gradients times the upstream gradient, rounded once; in place if it `drops` them."""
+    deferred = retained[count] if len(retained) > count else None
     if plain:
-        gradients = [gradient.detach() for gradient in kept[:count]]
+        gradients = [gradient.detach() for gradient in retained[:count]]
         scaled: list[Tensor]
         scaled = undisturbed(plan.device, SCALES.get(plan.kernel, _scale), gradients, upstream, deferred, drops)
         return scaled
     # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
     factor = upstream if deferred is None else upstream * deferred
     # PyTorch would round a 0-d factor to the dtype of the gradient first.
-    scaled = [gradient * factor.reshape([1] * max(gradient.dim(), 1)) for gradient in kept[:count]]
-    return [new.to(old.dtype).reshape(old.shape) for new, old in zip(scaled, kept, strict=False)]
+    scaled = [gradient * factor.reshape([1] * max(gradient.dim(), 1)) for gradient in retained[:count]]
+    return [new.to(old.dtype).reshape(old.shape) for new, old in zip(scaled, retained, strict=False)]
 
 
 def _computed(
-    plan: Plan, call: Any, asked: Asked, sums: Any, tensors: Any, upstream: Any, plain: bool, drops: bool
+    plan: Plan, call: Any, requested: Requested, sums: Any, tensors: Any, upstream: Any, plain: bool, drops: bool
 ) -> list[Tensor]:
-    """Return the gradients that are asked for, from the saved sums and the call."""
+    """Return the requested gradients, from the saved sums and the call."""
     by_name = dict(zip(plan.names, upstream, strict=True))
     of_results = Upstream(*[by_name.get(name) for name in Upstream._fields])
     if not plain:
-        return _by_operation(plan, call, asked, tensors, sums, of_results)
+        return _by_operation(plan, call, requested, tensors, sums, of_results)
     call = put(call, plan.places, iter([tensor.detach() for tensor in tensors]))  # the result may be their memory
     reuse = plan.reuse and drops and not plan.first
-    gradients = undisturbed(plan.device, backward, plan, call, asked, reuse, sums, of_results)
+    gradients = undisturbed(plan.device, backward, plan, call, requested, reuse, sums, of_results)
     if reuse:
         torch.autograd.graph.increment_version(call.source.logits)
-    return [gradient for gradient, wanted in zip(gradients, asked.flags, strict=True) if wanted]
+    return [gradient for gradient, needed in zip(gradients, requested.flags, strict=True) if needed]
 
 
-def _by_operation(plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, upstream: Upstream) -> list[Tensor]:
+def _by_operation(
+    plan: Plan, call: Any, requested: Requested, tensors: Any, sums: Any, upstream: Upstream
+) -> list[Tensor]:
     """Return the gradients from the custom operation."""
     form = plan.form or text(split(put(call, plan.places, iter(tensors)), []))
-    operands, flags = (sums, *upstream, *tensors), list(asked.flags)
+    operands, flags = (sums, *upstream, *tensors), list(requested.flags)
     compiling = torch.compiler.is_dynamo_compiling()
 
     def gradients(sums: Any, *rest: Any) -> Any:
-        if not compiling and any(type(one) in _PLAIN_TYPES and not has_memory(one) for one in rest[:4]):
+        if not compiling and any(type(tensor) in _PLAIN_TYPES and not has_memory(tensor) for tensor in rest[:4]):
             raise NotImplementedError(refusals.NO_BATCH)
         return torch.ops.xent.backward(form, flags, plan.kernel, plan.skips, list(rest[4:]), sums, *rest[:4])
 
@@ -160,7 +164,7 @@ def _by_operation(plan: Plan, call: Any, asked: Asked, tensors: Any, sums: Any, 
 
 
 def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) -> list[Any]:
-    """Return the gradients of the leaves in their dtypes, for the upstream gradients of results and of what is kept."""
+    """Return the gradients of the leaves in their dtypes, for those of results and of what is retained."""
     count, again = len(plan.names), None
     gradients: list[Any] = [None] * len(plan.dtypes)
     if len(upstream) > count:
@@ -168,24 +172,24 @@ def _differentiated(ctx: Any, plan: Plan, call: Any, upstream: tuple[Any, ...]) 
         upstream = upstream[:count]
     if again is not None and is_plain([again]):
         raise RuntimeError(refusals.NO_SECOND)
-    given = [gradient for gradient in upstream if gradient is not None]
-    if again is None and not given:
+    used = [gradient for gradient in upstream if gradient is not None]
+    if again is None and not used:
         return gradients
     saved = ctx.saved_tensors
-    kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
+    retained, tensors = saved[: ctx.retained], saved[ctx.retained :]
     if again is not None and not torch.compiler.is_dynamo_compiling():
         # While a tracer runs, which may not use the second derivative, raise later.
         gradients = [torch.ops.xent.refuse_second(again, leaf) for leaf in saved[: len(plan.dtypes)]]
     elif plan.form or not torch.is_grad_enabled():
-        plain = not plan.form and is_plain(given)
-        gradients = list(_gradients(plan, call, kept, tensors, upstream, plain))
+        plain = not plan.form and is_plain(used)
+        gradients = list(_gradients(plan, call, retained, tensors, upstream, plain))
     else:
-        plain = is_plain(given)
-        gradients = Once.apply(lambda *_: _gradients(plan, call, kept, tensors, upstream, plain), *saved)
+        plain = is_plain(used)
+        gradients = Once.apply(lambda *_: _gradients(plan, call, retained, tensors, upstream, plain), *saved)
     return _typed(gradients, plan.dtypes)
 
 
-def _typed(gradients: list[Any], dtypes: list[Any]) -> list[Any]:
+def _typed(gradients: Sequence[Tensor | None], dtypes: list[Any]) -> list[Tensor | None]:
     """Return gradients in the dtypes of their leaves."""
     return [
         gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
@@ -194,24 +198,24 @@ def _typed(gradients: list[Any], dtypes: list[Any]) -> list[Any]:
 
 
 class PlainLoss(torch.autograd.Function):
-    """(`Run`, *leaves that get a gradient) -> (*results, *what is kept)."""
+    """(`Run`, *leaves that get a gradient) -> (*results, *what is retained)."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, *leaves: Tensor) -> tuple[Tensor, ...]:
         plan, call, count = run.plan, run.call, len(run.plan.names)
         reuse = plan.reuse and plan.first
         results = undisturbed(plan.device, forward, plan, call, reuse)
-        kept, tensors = results[count:], list[Tensor]()
+        retained, tensors = results[count:], list[Tensor]()
         if reuse:
             torch.autograd.graph.increment_version(leaves[0])
-            results, kept = results[:count], leaves[:1]
-        ctx.plan, ctx.call, ctx.kept = plan, None, len(kept)
-        if not plan.first or plan.asked.probabilities:
+            results, retained = results[:count], leaves[:1]
+        ctx.plan, ctx.call, ctx.retained = plan, None, len(retained)
+        if not plan.first or plan.requested.probabilities:
             if plan.places is None:
                 plan.places = places_of(call)
             ctx.call = take(call, plan.places, tensors)
-        ctx.save_for_backward(*kept, *tensors)
-        # What is kept connects the gradients to the graph, so that their derivatives raise an error.
+        ctx.save_for_backward(*retained, *tensors)
+        # What is retained connects the gradients to the graph, so that their derivatives raise an error.
         if plan.constant:
             ctx.mark_non_differentiable(*[results[index] for index in plan.constant])
         ctx.set_materialize_grads(False)
@@ -228,7 +232,7 @@ class PlainLoss(torch.autograd.Function):
 
 
 class Loss(torch.autograd.Function):
-    """(`Plan`, *leaves that get a gradient, *all tensors) -> (*results, *what is kept)."""
+    """(`Plan`, *leaves that get a gradient, *all tensors) -> (*results, *what is retained)."""
 
     @staticmethod
     def forward(plan: Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -238,10 +242,10 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         plan, *rest = inputs
-        kept, tensors = output[len(plan.names) :], rest[sum(plan.flags) :]
-        ctx.plan, ctx.kept = plan, len(kept)
-        ctx.save_for_backward(*kept, *(() if plan.first and not plan.asked.probabilities else tensors))
-        ctx.mark_non_differentiable(*[output[index] for index in plan.constant], *(() if plan.first else kept))
+        retained, tensors = output[len(plan.names) :], rest[sum(plan.flags) :]
+        ctx.plan, ctx.retained = plan, len(retained)
+        ctx.save_for_backward(*retained, *(() if plan.first and not plan.requested.probabilities else tensors))
+        ctx.mark_non_differentiable(*[output[index] for index in plan.constant], *(() if plan.first else retained))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -261,7 +265,7 @@ class Loss(torch.autograd.Function):
         _refuse(ctx.plan, refusals.NO_FORWARD_MODE, tangents[1:])
 
 
-def _refuse(plan: Plan, message: str, operands: Any) -> None:
+def _refuse(plan: Plan, message: str, operands: Sequence[Tensor | None]) -> None:
     """Raise an error about the first tensor of a call whose place in the inputs has a value that is not None."""
     named = refusals.named(parse(plan.form, operands[sum(plan.flags) :]))
     raise NotImplementedError(message.format(next(iter(named), "an argument")))
@@ -285,14 +289,15 @@ class Once(torch.autograd.Function):
         results = []
         for entry in range(info.batch_size):
             chosen = [
-                one if dim is None else one.select(dim, entry) for one, dim in zip(tensors, in_dims[1:], strict=True)
+                tensor if dim is None else tensor.select(dim, entry)
+                for tensor, dim in zip(tensors, in_dims[1:], strict=True)
             ]
             results.append(Once.apply(function, *chosen))
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        first = next((one for one in upstream if one is not None), None)
+        first = next((gradient for gradient in upstream if gradient is not None), None)
         if first is None:
             return (None,) * len(ctx.needs_input_grad)
         if is_plain([first]):

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Schedule, Setting, Steps, Upstream, wide
 from xent.backends.torch.fp8_source import Computed8
-from xent.backends.torch.memory import Rows, block_rows, gradient_like
-from xent.backends.torch.plan import Asked, Plan, leaves_of
+from xent.backends.torch.memory import RowView, block_rows, gradient_like
+from xent.backends.torch.plan import Plan, Requested, leaves_of
 from xent.backends.torch.portable.facts import Facts, masked
 from xent.backends.torch.portable.rows import activate
 from xent.backends.torch.ranks import Ranks
@@ -54,15 +54,15 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     These are the gradients, if they are made first, and in float16 their remaining factor; otherwise the saved sums.
     `reuse`: whether the gradient overwrites given logits.
     """
-    setting, asked = plan.setting(call), plan.asked
+    setting, requested = plan.setting(call), plan.requested
     ranks = Ranks(setting, plan.kernel) if "rank" in plan.names else None
     steps, gradients, saved = _run(setting, plan, reuse, None, ranks)
     results = steps.results()
     if ranks is not None:
         results[plan.names.index("rank")] = ranks.result()
     if setting.made_first:
-        results += [gradient for gradient in compress(gradients, asked.leaves) if gradient is not None]
-        if asked.scale:
+        results += [gradient for gradient in compress(gradients, requested.leaves) if gradient is not None]
+        if requested.scale:
             results.append(_scale_gradient(setting, gradients))
         if setting.compute == torch.float16:
             results.append(results[0].new_ones(()) if steps.deferred is None else steps.deferred.clone())
@@ -72,32 +72,32 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
 
 
 def backward(
-    plan: Plan, call: Call, asked: Asked, reuse: bool, saved: Tensor | None, upstream: Upstream
+    plan: Plan, call: Call, requested: Requested, reuse: bool, saved: Tensor | None, upstream: Upstream
 ) -> list[Tensor | None]:
-    """Return the gradients that are asked for, and None for the others.
+    """Return the requested gradients, and None for the others.
 
-    `asked`: those of the plan, or of class probabilities alone.
+    `requested`: those of the plan, or of class probabilities alone.
     """
     setting, factor = plan.setting(call, upstream), None
     gradients: list[Tensor | None] = [None] * len(setting.needs)
     without_scale = setting
-    if asked.scale and setting.compute == torch.float16:
+    if requested.scale and setting.compute == torch.float16:
         # The factor s is multiplied in later: with it, the terms of the scale's gradient could underflow.
         factor = call.activation.logit_scale
         if not isinstance(factor, Tensor):
             factor = torch.full((), factor, dtype=torch.float32, device=setting.device)
         divided = [None if gradient is None else gradient / factor for gradient in upstream]
         without_scale = setting._replace(upstream=Upstream(*divided))
-    if any(asked.leaves) or asked.scale:
+    if any(requested.leaves) or requested.scale:
         gradients = _run(without_scale, plan, reuse, saved)[1]
-    of_scale = _scale_gradient(setting, gradients) if asked.scale else None
+    of_scale = _scale_gradient(setting, gradients) if requested.scale else None
     if factor is not None and of_scale is not None:
         of_scale *= factor
         for gradient in gradients:
             if gradient is not None:  # PyTorch would round a 0-d factor on an accelerator to float16 first
                 torch.mul(gradient, factor.reshape(1), out=gradient)
-    gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, asked.leaves, strict=True)]
-    return [*gradients, _probability_gradient(setting) if asked.probabilities else None, of_scale]
+    gradients = [gradient if needed else None for gradient, needed in zip(gradients, requested.leaves, strict=True)]
+    return [*gradients, _probability_gradient(setting) if requested.probabilities else None, of_scale]
 
 
 def _run(
@@ -109,8 +109,8 @@ def _run(
     them for the backward pass.
     """
     steps, call, forward = STEPS[plan.kernel](setting), setting.call, setting.upstream is None
-    wanted, given = setting.made_first or not forward, isinstance(call.source, Given)
-    if forward and not wanted and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
+    needs_gradient, is_stored = setting.made_first or not forward, isinstance(call.source, Given)
+    if forward and not needs_gradient and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
         if call.shards is not None:
             mark_uncomputed(saved, setting.columns.index("range"), setting.vocabulary)
@@ -118,19 +118,19 @@ def _run(
         ranks.add(Part(0, setting.count), call.source.logits[..., : setting.width])
     again = not forward and steps.saves
     if steps.fuses and not (again or isinstance(call.target, (Dense, TopK))):
-        if given:
-            return steps, [_whole_rows(setting, steps, wanted, reuse, saved)], saved
+        if is_stored:
+            return steps, [_whole_rows(setting, steps, needs_gradient, reuse, saved)], saved
         if steps.computes_all and in_one_part(setting, steps):
             return steps, at_once(setting, steps), saved
     kind = Stored if isinstance(call.source, Given) else Computed if call.source.precision is None else Computed8
-    source = kind(setting, steps, wanted, reuse)
+    source = kind(setting, steps, needs_gradient, reuse)
     fused = steps.fuses and not again and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)
     waiting: tuple[Loaded, Any] | None = None
     for part in schedule:
         loaded = source.load(part)
-        if ranks is not None and not given:
+        if ranks is not None and not is_stored:
             ranks.add(part, next(source.blocks(loaded)).logits)
         if fused:
             for block in source.blocks(loaded):
@@ -152,11 +152,13 @@ def _run(
     return steps, source.gradients(), saved
 
 
-def _whole_rows(setting: Setting, steps: Steps, wanted: bool, reuse: bool, saved: Tensor | None) -> Tensor | None:
+def _whole_rows(
+    setting: Setting, steps: Steps, needs_gradient: bool, reuse: bool, saved: Tensor | None
+) -> Tensor | None:
     """Compute the rows of given logits in one step. Return their gradient."""
     source: Any = setting.call.source
     logits = source.logits
-    grad = None if not wanted else logits if reuse else gradient_like(logits)
+    grad = None if not needs_gradient else logits if reuse else gradient_like(logits)
     if setting.count:
         steps.whole_rows(Block(logits, grad=grad), Part(0, setting.count), saved)
     return grad
@@ -175,13 +177,13 @@ def _fold(setting: Setting, source: Stored, loaded: Loaded, count: int) -> Any:
 
 
 def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums: Any, saved: Tensor | None) -> None:
-    """Wait for the sums of a part, finish its rows, and compute its gradient if it is wanted."""
+    """Wait for the sums of a part, finish its rows, and compute its gradient if one is needed."""
     arrived = sums if isinstance(sums, Tensor) else sums.wait()
     if isinstance(setting.call.target, Dense):
         steps.meet(arrived, loaded.part)
         arrived = _fold(setting, source, loaded, 2).wait()
-    coefficients = steps.finish(arrived, loaded.part, source.wanted, saved)
-    if source.wanted:
+    coefficients = steps.finish(arrived, loaded.part, source.needs_gradient, saved)
+    if source.needs_gradient:
         source.differentiate(loaded, coefficients)
         source.add(loaded)
 
@@ -195,50 +197,50 @@ def _scale_gradient(setting: Setting, gradients: list[Tensor | None]) -> Tensor:
     if len(leaves) == 3 and gradients[0] is not None:
         leaves[1] = None
     total = torch.zeros((), dtype=wide(setting.compute), device=setting.device)
-    for gradient, values in zip(gradients, leaves, strict=True):
-        if gradient is None or values is None or not gradient.numel():
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        if gradient is None or leaf is None or not gradient.numel():
             continue
-        dtype, rows, places = wide(values.dtype), Rows(values), Rows(gradient)
+        dtype, rows, places = wide(leaf.dtype), RowView(leaf), RowView(gradient)
         step = block_rows(gradient, dtype)
         for start in range(0, places.count, step):
-            block, other = (one[start : min(start + step, one.count)].to(dtype) for one in (places, rows))
+            block, other = (view[start : min(start + step, view.count)].to(dtype) for view in (places, rows))
             total = total + (block * other).masked_fill_(block == 0, 0).sum()
-    found: Tensor = total / setting.call.activation.logit_scale
-    return found
+    of_scale: Tensor = total / setting.call.activation.logit_scale
+    return of_scale
 
 
 def _probability_gradient(setting: Setting) -> Tensor:
     """Return the gradient of the target, contiguous, in the target's dtype."""
     target, options, facts = setting.call.target, setting.call.options, Facts(setting)
     assert isinstance(target, Probabilities)
-    given = target.probs
-    grad = torch.zeros(given.shape, dtype=given.dtype, device=given.device)
-    flat, class_weight = grad.view(-1, given.shape[-1]), 1.0 if facts.class_weight is None else facts.class_weight
+    probs = target.probs
+    grad = torch.zeros(probs.shape, dtype=probs.dtype, device=probs.device)
+    flat, class_weight = grad.view(-1, probs.shape[-1]), 1.0 if facts.class_weight is None else facts.class_weight
     for start, z in _logits(setting):
-        some = facts.rows(slice(start, start + len(z)))
-        factor = masked(some.scale, some.excluded, 0)
+        row_facts = facts.rows(slice(start, start + len(z)))
+        factor = masked(row_facts.scale, row_facts.excluded, 0)
         scales = factor[:, None] * (1 - options.label_smoothing) * class_weight
-        if some.upstream.nll is not None:
-            scales = scales + some.upstream.nll[:, None]
-        if some.ignored is not None:
-            scales = scales.masked_fill(some.ignored[:, None], 0)
-        activate(z, some.activation)
-        found = torch.log_softmax(z, -1).mul_(-scales).masked_fill_(scales == 0, 0).to(grad.dtype)
-        if some.order is None:
-            flat[some.index] = found
+        if row_facts.upstream.nll is not None:
+            scales = scales + row_facts.upstream.nll[:, None]
+        if row_facts.ignored is not None:
+            scales = scales.masked_fill(row_facts.ignored[:, None], 0)
+        activate(z, row_facts.activation)
+        of_block = torch.log_softmax(z, -1).mul_(-scales).masked_fill_(scales == 0, 0).to(grad.dtype)
+        if row_facts.order is None:
+            flat[row_facts.index] = of_block
         else:
-            flat.index_add_(0, some.order.clamp(min=0), found)
+            flat.index_add_(0, row_facts.order.clamp(min=0), of_block)
     return grad
 
 
 def _logits(setting: Setting) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row, logits (R, V) in the dtype of sums) of all rows; the caller may overwrite them."""
     source, acc, count = setting.call.source, wide(setting.compute), setting.count
-    made, stored = Logits(source, setting), isinstance(source, Given)
+    logits, stored = Logits(source, setting), isinstance(source, Given)
     if isinstance(source, Given):
         step = block_rows(source.logits, acc)
     else:
         step = rows_per_chunk(count, max(setting.width, 1), acc.itemsize, source.workspace, setting.device.type, False)
     for start in range(0, count, step):
         part = Part(start, min(start + step, count))
-        yield start, made.block(part, 0, part.stop - start).to(acc, copy=stored)
+        yield start, logits.block(part, 0, part.stop - start).to(acc, copy=stored)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Rows",
+    "RowView",
     "block_rows",
     "cast",
     "gradient_like",
@@ -25,7 +25,7 @@ _BYTES_PER_THREAD, _BYTES_CPU, _BYTES_ACCELERATOR = 2**21, 2**23, 2**28
 _LARGE_PIECE = 2**14  # elements: copying less costs no more than a view's own operations
 
 
-class Rows:
+class RowView:
     """The rows of a tensor (..., V) in row-major order of its leading axes."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -39,14 +39,14 @@ class Rows:
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
         """Return rows (R, V), given as a slice or as indices (R,) int64, which the host does not read."""
-        tensor, places = self._found(index)
+        tensor, places = self._indexed(index)
         return tensor[places]
 
-    def __setitem__(self, index: slice, values: Tensor) -> None:
-        tensor, places = self._found(index)
-        tensor[places] = values
+    def __setitem__(self, index: slice, block: Tensor) -> None:
+        tensor, places = self._indexed(index)
+        tensor[places] = block
 
-    def _found(self, index: slice | Tensor) -> tuple[Tensor, Any]:
+    def _indexed(self, index: slice | Tensor) -> tuple[Tensor, Any]:
         """Return a tensor, and what indexes these rows in it."""
         if self.flat is not None:
             return self.flat, index
@@ -63,7 +63,7 @@ def logit_blocks(
     The blocks are views if the rows lie in one or several large pieces. Otherwise they are copies, each of which is
     overwritten by its gradient, and that is copied back afterwards.
     """
-    rows, places = Rows(logits), None if grad is None else Rows(grad)
+    rows, places = RowView(logits), None if grad is None else RowView(grad)
     stop, size = rows.count if stop is None else stop, logits.shape[1:-1].numel()
     if rows.are_direct and (places is None or places.are_direct):
         yield start, span(rows.flat, start, stop), None if places is None else span(places.flat, start, stop)
@@ -83,11 +83,11 @@ def logit_blocks(
         most = block_rows(logits, logits.dtype)
         space = torch.empty(most, logits.shape[-1], dtype=logits.dtype, device=logits.device)
         for first in range(start, stop, most):
-            some = slice(first, min(first + most, stop))
-            block = space[: stop - first].copy_(rows[some])
+            index = slice(first, min(first + most, stop))
+            block = space[: stop - first].copy_(rows[index])
             yield first, block, None if grad is None else block
             if places is not None:
-                places[some] = block
+                places[index] = block
 
 
 def block_rows(tensor: Tensor, dtype: torch.dtype, width: int = 0) -> int:
@@ -143,11 +143,11 @@ def row_sum(block: Tensor) -> Tensor:
     return block.sum(-1) if block.shape[0] > 1 else block.expand(2, -1).sum(-1)[:1]
 
 
-def span(values: Tensor, start: int, stop: int) -> Tensor:
+def span(array: Tensor, start: int, stop: int) -> Tensor:
     """Return values[start:stop], without an operation if these are all rows."""
-    return values if stop - start == values.shape[0] else values[start:stop]
+    return array if stop - start == array.shape[0] else array[start:stop]
 
 
-def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values in `dtype`, without an operation if they have it."""
-    return values if values.dtype == dtype else values.to(dtype)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -3,11 +3,13 @@
 A call is a text of field names and a list of tensors (`function`), as the public function received them. Shifts, checks
 and collectives are inside, so that a graph has one node for each pass.
 
-`asked` is empty in a graph: then the autograd kernel decides at run time what is differentiated, because an exported
-program contains only operations. Tracing drops the autograd Function around them and `requires_grad` of example inputs.
+`requested` is empty in a graph: then the autograd kernel decides at run time what is differentiated, because an
+exported program contains only operations. Tracing drops the autograd Function around them and `requires_grad` of
+example inputs.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from xent.backends.torch.contract import Upstream, columns, wide
 from xent.backends.torch.function import Loss, has_memory, undisturbed
 from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.memory import cast, gradient_like
-from xent.backends.torch.plan import Plan, asked_for, asked_of, compute_of, leaves_of, made_first
+from xent.backends.torch.plan import Plan, compute_of, leaves_of, made_first, requested_by, requested_by_flags
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.signature import slot_of
@@ -33,7 +35,7 @@ _LIBRARY = torch.library.Library("xent", "FRAGMENT")
 _CALL = "str form, bool[] asked, str kernel, bool skips, Tensor[] tensors"
 
 
-def _operation(schema: str, function: Any, fake: Any) -> None:
+def _operation(schema: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -44,80 +46,84 @@ _PLANS: dict[Any, tuple[Plan, Any]] = {}
 _MOST = 1024  # plans; if there are more, the cache is cleared
 
 
-def _planned(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> tuple[Plan, Call, bool]:
+def _planned(
+    form: str, requested: list[bool], kernel: str, skips: bool, tensors: list[Tensor]
+) -> tuple[Plan, Call, bool]:
     """Return the plan of an operation, its call, and whether the plan is new."""
     facts = [
         (tensor.dtype, tensor.device, tensor.shape[-1] if '"TopK"' in form else tensor.dim(), tensor.data_ptr() % 16)
         for tensor in tensors
     ]
-    key = (form, tuple(asked), kernel, skips, *facts)
+    key = (form, tuple(requested), kernel, skips, *facts)
     planned, is_new = _PLANS.get(key), False
     if planned is None:
         if len(_PLANS) >= _MOST:
             _PLANS.clear()
         is_new, call = True, parse(form, [slot_of(place, tensor) for place, tensor in enumerate(tensors)])
-        plan = Plan(call, asked_for(asked or [False] * len(leaves_of(call))), kernel, skips)
+        plan = Plan(call, requested_by_flags(requested or [False] * len(leaves_of(call))), kernel, skips)
         planned = _PLANS[key] = plan, binder(call)
     plan, bind = planned
     return plan, bind(tensors), is_new
 
 
-def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the results; then, if gradients are asked for, the made ones or the sums for the backward pass."""
-    plan, call, is_new = _planned(form, asked, kernel, skips, tensors)
+def _forward(form: str, requested: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the results; then, if gradients are requested, these or the sums for the backward pass."""
+    plan, call, is_new = _planned(form, requested, kernel, skips, tensors)
     # Its numbers are checked once: no public function has done it if the program was exported.
-    prepared = undisturbed(plan.device, prepare, call, plan.asked.leaves, plan.asked.scale, True, is_new)
+    prepared = undisturbed(plan.device, prepare, call, plan.requested.leaves, plan.requested.scale, True, is_new)
     results: list[Tensor] = undisturbed(plan.device, forward, plan, prepared)
     return results
 
 
-def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+def _fake_forward(form: str, requested: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     call = parse(form, tensors)
     options, compute, device = call.options, compute_of(call.source), array_of(call).device
     acc, count = wide(compute), math.prod(rows_of(call))  # symbolic sizes stay symbolic
-    made = []
+    outputs = []
     for name in ("loss", *options.stats):
         dtype = torch.int64 if name in ("count", "predictions", "rank") else acc
-        made.append(torch.empty((count,) if is_per_row(name, options) else (), dtype=dtype, device=device))
-    if not any(asked):
-        return made
-    gradients = asked_for(asked)
+        outputs.append(torch.empty((count,) if is_per_row(name, options) else (), dtype=dtype, device=device))
+    if not any(requested):
+        return outputs
+    gradients = requested_by_flags(requested)
     needs = any(gradients.leaves) or gradients.scale
     if made_first(call, needs):
-        made += _like_leaves(call, [*gradients.leaves, False, False], True)
-        made += [torch.empty((), dtype=acc, device=device) for _ in range(gradients.scale + (compute == torch.float16))]
+        outputs += _like_leaves(call, [*gradients.leaves, False, False], True)
+        outputs += [
+            torch.empty((), dtype=acc, device=device) for _ in range(gradients.scale + (compute == torch.float16))
+        ]
     elif needs and not isinstance(call.target, (Dense, TopK)):
-        made.append(torch.empty((len(columns(call)), count), dtype=acc, device=device))
-    return made
+        outputs.append(torch.empty((len(columns(call)), count), dtype=acc, device=device))
+    return outputs
 
 
-def _like_leaves(call: Call, asked: list[bool], kept: bool) -> list[Tensor]:
-    """Return empty gradients that are asked for; `kept`: in the dtypes in which they wait for the backward pass."""
-    made = []
-    for place, (leaf, wanted) in enumerate(zip(leaves_of(call), asked, strict=True)):
-        if wanted and place == 0 and isinstance(call.source, Given):
-            made.append(gradient_like(leaf))
-        elif wanted:
-            made.append(leaf.new_empty(leaf.shape, dtype=kept_dtype(leaf.dtype) if kept else leaf.dtype))
-    return made
+def _like_leaves(call: Call, requested: list[bool], retained: bool) -> list[Tensor]:
+    """Return the requested gradients, empty; `retained`: in the dtypes in which they wait for the backward pass."""
+    gradients = []
+    for place, (leaf, needed) in enumerate(zip(leaves_of(call), requested, strict=True)):
+        if needed and place == 0 and isinstance(call.source, Given):
+            gradients.append(gradient_like(leaf))
+        elif needed:
+            gradients.append(leaf.new_empty(leaf.shape, dtype=kept_dtype(leaf.dtype) if retained else leaf.dtype))
+    return gradients
 
 
 def _backward(
     form: str,
-    asked: list[bool],
+    requested: list[bool],
     kernel: str,
     skips: bool,
     tensors: list[Tensor],
     saved: Tensor | None,
     *upstream: Tensor | None,
 ) -> list[Tensor]:
-    """Return the gradients that are asked for, in the dtypes of the tensors."""
-    plan, call, _ = _planned(form, asked, kernel, skips, tensors)
-    prepared = undisturbed(plan.device, prepare, call, plan.asked.leaves, plan.asked.scale, False)
-    made = undisturbed(plan.device, backward, plan, prepared, plan.asked, False, saved, Upstream(*upstream))
+    """Return the requested gradients, in the dtypes of the tensors."""
+    plan, call, _ = _planned(form, requested, kernel, skips, tensors)
+    prepared = undisturbed(plan.device, prepare, call, plan.requested.leaves, plan.requested.scale, False)
+    gradients = undisturbed(plan.device, backward, plan, prepared, plan.requested, False, saved, Upstream(*upstream))
     # The call of an eager loss has the number of a scale instead of its tensor.
-    pairs = zip(made, leaves_of(call), strict=True)
-    return [cast(one, getattr(leaf, "dtype", one.dtype)) for one, leaf in pairs if one is not None]
+    pairs = zip(gradients, leaves_of(call), strict=True)
+    return [cast(gradient, getattr(leaf, "dtype", gradient.dtype)) for gradient, leaf in pairs if gradient is not None]
 
 
 def _top_k(form: str, kernel: str, tensors: list[Tensor]) -> list[Tensor]:
@@ -146,7 +152,7 @@ _operation("top_k(str form, str kernel, Tensor[] tensors) -> Tensor[]", _top_k, 
 _operation(
     f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
     _backward,
-    lambda form, asked, kernel, skips, tensors, *_: _like_leaves(parse(form, tensors), asked, False),
+    lambda form, requested, kernel, skips, tensors, *_: _like_leaves(parse(form, tensors), requested, False),
 )
 _operation(
     "refuse_second(Tensor upstream, Tensor like) -> Tensor",
@@ -160,23 +166,23 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
     call = parse(form, tensors)
     refusals.refuse(call, True)
     leaves = leaves_of(call)
-    asked = asked_of(leaves)
-    if not (any(asked.flags) or private.transforms_active()):
-        return tuple(torch.ops.xent.compute(form, list(asked.flags), kernel, skips, list(tensors)))
-    wanted = [leaf for leaf, one in zip(leaves, asked.flags, strict=True) if one]
+    requested = requested_by(leaves)
+    if not (any(requested.flags) or private.transforms_active()):
+        return tuple(torch.ops.xent.compute(form, list(requested.flags), kernel, skips, list(tensors)))
+    differentiated = [leaf for leaf, needed in zip(leaves, requested.flags, strict=True) if needed]
     try:
         slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
-        made = Loss.apply(Plan(parse(form, slots), asked, kernel, skips, form), *wanted, *tensors)
+        results = Loss.apply(Plan(parse(form, slots), requested, kernel, skips, form), *differentiated, *tensors)
     except RuntimeError as error:
         if "unctionalize" not in str(error):
             raise
         named = refusals.named(call).items()
         name = next((name for name, tensor in named if not (has_memory(tensor) and tensor.data_ptr())), "a tensor")
         raise NotImplementedError(refusals.NO_FUNCTIONALIZE.format(name)) from error
-    return tuple(made[: 1 + len(call.options.stats)])
+    return tuple(results[: 1 + len(call.options.stats)])
 
 
-def _autograd(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+def _autograd(form: str, requested: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     return list(decided(form, kernel, skips, *tensors))
 
 

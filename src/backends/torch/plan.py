@@ -26,11 +26,11 @@ from xent.core.call import (
 )
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["Asked", "Plan", "asked_for", "asked_of", "compute_of", "leaves_of", "made_first"]
+__all__ = ["Plan", "Requested", "compute_of", "leaves_of", "made_first", "requested_by", "requested_by_flags"]
 
 
-class Asked(NamedTuple):
-    """Which gradients are asked for."""
+class Requested(NamedTuple):
+    """Which gradients are requested."""
 
     leaves: tuple[bool, ...]
     """Those of logits; or of input, weight and bias."""
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 class Plan:
     """How the passes of a call run."""
 
-    def __init__(self, call: Call, asked: Asked, kernel: str, skips: bool = True, form: str = "") -> None:
+    def __init__(self, call: Call, requested: Requested, kernel: str, skips: bool = True, form: str = "") -> None:
         """`call`: with the dtypes of its products. `kernel`: the name of the backend.
 
         `skips`: whether ignored rows may be left out of matrix products, for which the host may have to wait. `form`:
@@ -54,8 +54,8 @@ class Plan:
         """
         if places_of(call):
             raise TypeError("a plan is made from slots, and the call has tensors")
-        self.call, self.asked, self.kernel, self.skips, self.form = call, asked, kernel, skips, form
-        self.flags = asked.flags
+        self.call, self.requested, self.kernel, self.skips, self.form = call, requested, kernel, skips, form
+        self.flags = requested.flags
         options, source, target = call.options, call.source, call.target
         self.names = ("loss", *options.stats)
         self.device = array_of(call).device
@@ -64,20 +64,22 @@ class Plan:
         self.constant = [index for index, name in enumerate(self.names) if name not in linked]
         """The places of the results without gradients."""
         self.dtypes = [
-            getattr(leaf, "dtype", None) for leaf, wanted in zip(leaves_of(call), asked.flags, strict=True) if wanted
+            getattr(leaf, "dtype", None)
+            for leaf, needed in zip(leaves_of(call), requested.flags, strict=True)
+            if needed
         ]
         """The dtypes of the gradients."""
-        self.first = made_first(call, any(asked.leaves) or asked.scale)
+        self.first = made_first(call, any(requested.leaves) or requested.scale)
         """Whether the forward pass computes the gradients."""
-        self.reuse = isinstance(source, Given) and source.inplace and asked.leaves[0]
+        self.reuse = isinstance(source, Given) and source.inplace and requested.leaves[0]
         """Whether the gradient of logits is written over them."""
         self.compute = compute_of(source)
-        self.needs = _with_scale(call, asked.leaves) if asked.scale else asked.leaves
+        self.needs = _with_scale(call, requested.leaves) if requested.scale else requested.leaves
         """Which gradients of the leaves are computed, for themselves or for that of the scale."""
         self.columns = columns(call)
         self.places: Any = None
         """Where a prepared call has tensors (`codec.Places`), once one has been differentiated."""
-        self._constants: dict[Any, Any] = {}
+        self._constants: dict[Upstream | None, Any] = {}
 
     def setting(self, call: Call, upstream: Upstream | None = None) -> Setting:
         """Return how a prepared call runs: a forward pass, or a backward pass for these upstream gradients."""
@@ -112,23 +114,23 @@ class Plan:
 
 
 def leaves_of(call: Call) -> tuple[Any, ...]:
-    """Return the values to which the flags of `Asked` refer."""
+    """Return the values to which the flags of `Requested` refer."""
     source = call.source
     leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
     probabilities = call.target.probs if isinstance(call.target, Probabilities) else None
     return (*leaves, probabilities, call.activation.logit_scale)
 
 
-def asked_of(leaves: tuple[Any, ...]) -> Asked:
-    """Return which gradients are asked for."""
+def requested_by(leaves: tuple[Any, ...]) -> Requested:
+    """Return which gradients the leaves request."""
     enabled = torch.is_grad_enabled()
-    return asked_for([enabled and getattr(leaf, "requires_grad", False) for leaf in leaves])
+    return requested_by_flags([enabled and getattr(leaf, "requires_grad", False) for leaf in leaves])
 
 
-def asked_for(flags: Sequence[bool]) -> Asked:
+def requested_by_flags(flags: Sequence[bool]) -> Requested:
     """Return what flags ask for."""
     *leaves, probabilities, scale = flags
-    return Asked(tuple(leaves), probabilities, scale)
+    return Requested(tuple(leaves), probabilities, scale)
 
 
 def compute_of(source: Source) -> torch.dtype:
@@ -148,8 +150,8 @@ def made_first(call: Call, needs: bool) -> bool:
     return not isinstance(source, Given) or source.logits.dtype != torch.float16
 
 
-def _with_scale(call: Call, asked: tuple[bool, ...]) -> tuple[bool, ...]:
+def _with_scale(call: Call, requested: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return which gradients of the leaves are needed for that of the scale too."""
     if isinstance(call.source, Given):
         return (True,)
-    return asked[0] or not asked[1], asked[1], call.source.bias is not None
+    return requested[0] or not requested[1], requested[1], call.source.bias is not None

@@ -12,7 +12,7 @@ from typing import Any
 from xent.backends.torch.entry import check_inplace
 from xent.backends.torch.function import PlainLoss, Run, undisturbed
 from xent.backends.torch.loop import forward
-from xent.backends.torch.plan import Plan, asked_of, leaves_of
+from xent.backends.torch.plan import Plan, leaves_of, requested_by
 from xent.backends.torch.prepare import classes_last, is_last, is_prepared, prepare, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.backends.torch.signature import Signature, signature_of, stand_ins
@@ -34,7 +34,7 @@ class _Planned:
         call = typed(with_slots(function.describe(described, passed), numbers))
         backend = select(described["backend"], call, array_of(call), 4)
         backend.load()
-        self.plan = Plan(call, asked_of(leaves_of(call)), backend.name)
+        self.plan = Plan(call, requested_by(leaves_of(call)), backend.name)
         refuse(call, False)
         self.bind = binder(call)
         self.numbers = [(name.removeprefix("teacher."), slot.place) for name, slot in numbers.items()]
@@ -85,13 +85,13 @@ def evaluate(
         call = classes_last(call)
     if planned.overwrites:
         source: Any = call.source
-        check_inplace(source.logits, plan.asked)
+        check_inplace(source.logits, plan.requested)
     in_rows, leaves = call, list(compress(leaves_of(call), plan.flags))
-    if plan.asked.probabilities:
+    if plan.requested.probabilities:
         target: Any = call.target
         call = replaced(call, target=replaced(target, probs=target.probs.detach()))
     if not planned.prepared:
-        call = prepare(call, plan.asked.leaves, plan.asked.scale)
+        call = prepare(call, plan.requested.leaves, plan.requested.scale)
     if leaves:
         results = PlainLoss.apply(Run(plan, call), *leaves)[: len(plan.names)]
     else:

@@ -70,18 +70,18 @@ def classes_last(call: Call) -> Call:
     return replaced(call, source=source, target=target)
 
 
-def _moved(given: Given) -> Given:
-    if given.axis == given.logits.dim() - 1:
-        return given
-    return replaced(given, logits=given.logits.movedim(given.axis, -1), axis=given.logits.dim() - 1)
+def _moved(source: Given) -> Given:
+    if source.axis == source.logits.dim() - 1:
+        return source
+    return replaced(source, logits=source.logits.movedim(source.axis, -1), axis=source.logits.dim() - 1)
 
 
 def _with_dtype(source: Product, prefix: str) -> Product:
     """Select the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
     if source.dtype is not None:
         return source
-    values, dtype, device = source.input, source.input.dtype, source.input.device.type
-    weight = values if isinstance(source.weight, (QuantizedRows, QuantizedSlot)) else source.weight
+    hidden, dtype, device = source.input, source.input.dtype, source.input.device.type
+    weight = hidden if isinstance(source.weight, (QuantizedRows, QuantizedSlot)) else source.weight
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and torch.float64 not in (dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
@@ -99,7 +99,7 @@ def _with_dtype(source: Product, prefix: str) -> Product:
             "torch.autocast"
         )
     if prefix == "teacher.":  # its logits are not rounded
-        dtype = torch.promote_types(values.dtype, weight.dtype)
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return replaced(source, dtype=str(dtype).removeprefix("torch."))
 
 
@@ -169,16 +169,16 @@ def prepare(
     device, acc = (source.logits if isinstance(source, Given) else source.input).device, wide(compute_of(source))
     looks, rows = device.type == "cpu" or looks_at_targets(device), rows_of(call)
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
-    given = call
+    original = call
 
-    def each(values: Tensor, fill: Any, dtype: torch.dtype | None = None) -> Tensor:
+    def each(array: Tensor, fill: float, dtype: torch.dtype | None = None) -> Tensor:
         """Return values (..., T) of the rows, (N,), shifted for each head."""
-        values = values if dtype is None else cast(values, dtype)
+        array = array if dtype is None else cast(array, dtype)
         if moves:
-            more = [values.new_full((*values.shape[:-1], min(shift, values.shape[-1])), fill) for shift in shifts]
-            parts = [torch.cat((values[..., shift:], end), -1) for shift, end in zip(shifts, more, strict=True)]
-            values = parts[0] if options.heads is None else torch.stack(parts)
-        return values.reshape(-1).contiguous()
+            more = [array.new_full((*array.shape[:-1], min(shift, array.shape[-1])), fill) for shift in shifts]
+            parts = [torch.cat((array[..., shift:], end), -1) for shift, end in zip(shifts, more, strict=True)]
+            array = parts[0] if options.heads is None else torch.stack(parts)
+        return array.reshape(-1).contiguous()
 
     if isinstance(target, Classes):
         target = Classes(each(target.ids, options.ignore_index, torch.int64 if moves else None))
@@ -187,7 +187,7 @@ def prepare(
     elif isinstance(target, Dense) and target.ids is not None:
         target = _restricted(target, looks, acc)
     elif isinstance(target, TopK):
-        ids, log_probs = (values.reshape(-1, values.shape[-1]) for values in target[:2])
+        ids, log_probs = (array.reshape(-1, array.shape[-1]) for array in target[:2])
         target = TopK(ids, log_probs, target.tail)
     elif isinstance(target, Probabilities) and moves:
         shape = rows if options.heads is None else rows[1:]
@@ -210,23 +210,25 @@ def prepare(
     if shards is not None:
         call = _in_shards(call, math.prod(rows), needs)
     if looks and first:
-        check_rows(given, _size(call), min(shifts))
+        check_rows(original, _size(call), min(shifts))
     return call if options.heads is None else _with_heads(call, acc)
 
 
-def _support(target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tuple[int, ...], options: Any) -> Allowed:
+def _support(
+    target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tuple[int, ...], options: Options
+) -> Allowed:
     """Return the support of each row. Offsets whose values have not been checked must not cause reads out of bounds."""
     ids = each(target.ids, options.ignore_index, torch.int64)
     if target.begin is not None:
         return target
     begin, end, broken = target.offsets[:-1], target.offsets[1:], None
     if not looks and len(begin):
-        given = target.offsets.to(torch.int64)
-        rising = given.clamp(0, len(target.classes)).cummax(0).values
+        offsets = target.offsets.to(torch.int64)
+        rising = offsets.clamp(0, len(target.classes)).cummax(0).values
         rising[:1].zero_()  # a number assigned to an element would be copied from the host
         rising[-1:].fill_(len(target.classes))
-        begin, end, broken = rising[:-1], rising[1:], (rising != given).any()
-    begin, end = (each(values.view(rows), 0, torch.int64) for values in (begin, end))
+        begin, end, broken = rising[:-1], rising[1:], (rising != offsets).any()
+    begin, end = (each(array.view(rows), 0, torch.int64) for array in (begin, end))
     return Allowed(ids, target.classes, target.offsets, begin, end, broken)
 
 
@@ -236,9 +238,9 @@ def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
     if looks:
         check_subset(ids.cpu().numpy(), target.source)
     else:
-        ordered, given = ids.sort().values, ids
-        ids = given.clamp(0, max(size - 1, 0))
-        wrong = (ids != given).any() | (ordered[1:] == ordered[:-1]).any()
+        ordered, unchecked = ids.sort().values, ids
+        ids = unchecked.clamp(0, max(size - 1, 0))
+        wrong = (ids != unchecked).any() | (ordered[1:] == ordered[:-1]).any()
         scale = activation.logit_scale
         if not isinstance(scale, Tensor):
             scale = torch.full((), scale, dtype=acc, device=ids.device)
@@ -254,14 +256,14 @@ def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
 def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
     """Replace 0-d tensors by numbers, and check these, where no device has to be waited for."""
     activation, options = call.activation, call.options
-    given = {"logit_scale": activation.logit_scale, "softcap": activation.softcap}
-    given |= {name: getattr(options, name) for name in ("label_smoothing", "z_loss", "normalizer")}
-    for name, value in given.items():
+    numbers = {"logit_scale": activation.logit_scale, "softcap": activation.softcap}
+    numbers |= {name: getattr(options, name) for name in ("label_smoothing", "z_loss", "normalizer")}
+    for name, value in numbers.items():
         if isinstance(value, Tensor):
             looks = looks_at_targets(value.device)
-            given[name] = value.item() if looks else cast(value.detach(), acc)
-    check_options("torch", {name: value for name, value in given.items() if not isinstance(value, Tensor)})
-    cap, scale = given.pop("softcap"), given.pop("logit_scale")
+            numbers[name] = value.item() if looks else cast(value.detach(), acc)
+    check_options("torch", {name: value for name, value in numbers.items() if not isinstance(value, Tensor)})
+    cap, scale = numbers.pop("softcap"), numbers.pop("logit_scale")
     cap = cap.clamp(max=LARGEST) if isinstance(cap, Tensor) else bounded(cap)
     if trains_scale:
         least = _LEAST[acc]
@@ -270,7 +272,7 @@ def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
         elif abs(scale) < least:
             scale = math.copysign(least, scale)
     activation = activation._replace(logit_scale=scale, softcap=cap)
-    return call._replace(activation=activation, options=options._replace(**given))
+    return call._replace(activation=activation, options=options._replace(**numbers))
 
 
 def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
@@ -293,8 +295,8 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
     assert isinstance(target, (Classes, Probabilities))
     ids = target.ids if isinstance(target, Classes) else None
     counted: Any = target.order >= 0 if isinstance(target, Probabilities) else ids != options.ignore_index
-    given, factors = options.sample_weight, options.head_weight
-    weight = (counted.to(acc) if given is None else given.masked_fill(~counted, 0)).view(heads, -1)
+    sample_weight, factors = options.sample_weight, options.head_weight
+    weight = (counted.to(acc) if sample_weight is None else sample_weight.masked_fill(~counted, 0)).view(heads, -1)
     if options.reduction == "mean":
         divisor = options.normalizer
         if divisor is None:

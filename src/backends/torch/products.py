@@ -36,7 +36,7 @@ class Classifier:
     def __init__(self, source: Product, width: int, needs: tuple[bool, ...] = (False, False, False)) -> None:
         """`width`: the number C of classes, without the padding of a shard."""
         assert source.dtype is not None
-        self.given, self.classes, self.needs = source, width, needs
+        self.classes, self.needs = width, needs
         self.compute: torch.dtype = getattr(torch, source.dtype)
         self.hidden: Tensor = source.input
         """(N, D) in the caller's dtype."""
@@ -59,16 +59,16 @@ class Classifier:
         """(C,) in the compute dtype, or None."""
         return None if self.padded_bias is None else span(self.padded_bias, 0, self.classes)
 
-    def _extended(self, values: Tensor) -> Tensor:
+    def _extended(self, array: Tensor) -> Tensor:
         """Return the first C rows with zeros appended. `F.pad` would write all of its result twice."""
-        if self.columns == values.shape[0]:
-            return values
+        if self.columns == array.shape[0]:
+            return array
         if self.columns == self.classes:
-            return values[: self.classes]
-        made = values.new_empty((self.columns, *values.shape[1:]))
-        made[: self.classes].copy_(values[: self.classes])
-        made[self.classes :].zero_()
-        return made
+            return array[: self.classes]
+        padded = array.new_empty((self.columns, *array.shape[1:]))
+        padded[: self.classes].copy_(array[: self.classes])
+        padded[self.classes :].zero_()
+        return padded
 
     def write_logits(self, hidden: Tensor, out: Tensor, classes: slice | None = None) -> None:
         """Write the logits (R, C') of these classes, by default all columns, to `out`, for hidden (R, D).
@@ -134,10 +134,10 @@ def float_product(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
-    made = left.new_zeros((len(left), right.shape[1]), dtype=torch.float32)
+    product = left.new_zeros((len(left), right.shape[1]), dtype=torch.float32)
     for tile in _tiles(right):
-        made.addmm_(left[:, tile].float(), right[tile].float())
-    return made
+        product.addmm_(left[:, tile].float(), right[tile].float())
+    return product
 
 
 def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) -> bool:
@@ -188,8 +188,8 @@ class ProductSum:
 
     def result(self) -> Tensor:
         """Return the sum in the output dtype."""
-        made = torch.zeros_like(self._like) if self._sum is None else self._sum
-        return cast(made, self._out)
+        total = torch.zeros_like(self._like) if self._sum is None else self._sum
+        return cast(total, self._out)
 
 
 def _tiles(matrix: Tensor) -> Iterator[slice]:

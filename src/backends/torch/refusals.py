@@ -77,17 +77,17 @@ def named(call: Call, kind: Any = Tensor) -> dict[str, Any]:
     """Return the tensors of a call, or what is of another `kind`, by the caller's names of them."""
     source, target, activation, options, _ = call
     assert not isinstance(target, Largest)
-    values = _of_source(source, "logits", "", "linear_")
+    fields = _of_source(source, "logits", "", "linear_")
     if isinstance(target, Dense):
-        values |= _of_source(target.source, "teacher", "teacher.", "teacher.") | {"teacher.ids": target.ids}
+        fields |= _of_source(target.source, "teacher", "teacher.", "teacher.") | {"teacher.ids": target.ids}
     elif isinstance(target, TopK):
-        values |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
+        fields |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
     else:
-        values["target"] = target.probs if isinstance(target, Probabilities) else target.ids
+        fields["target"] = target.probs if isinstance(target, Probabilities) else target.ids
     if isinstance(target, Allowed):
-        values |= {"support.ids": target.classes, "support.offsets": target.offsets}
-    values |= fields_of(activation) | fields_of(options)
-    return {name: value for name, value in values.items() if isinstance(value, kind)}
+        fields |= {"support.ids": target.classes, "support.offsets": target.offsets}
+    fields |= fields_of(activation) | fields_of(options)
+    return {name: value for name, value in fields.items() if isinstance(value, kind)}
 
 
 def _of_source(source: Source, logits: str, prefix: str, of_weight: str) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from torch.autograd import forward_ad
 from xent.backends.proof import Proof
 from xent.backends.torch import private
 from xent.core.call import ArraySlot, GroupSlot, NumberSlot, Shards
-from xent.core.signature import Function, bucket
-from xent.core.spec import LinearTeacher, QuantizedRows, Subset, Support, TopKTeacher, VocabParallel
+from xent.core.signature import Function, Operands, bucket
+from xent.core.spec import Group, LinearTeacher, QuantizedRows, Subset, Support, TopKTeacher, VocabParallel
 from xent.core.validate import RANGES, number_of
 
 __all__ = ["Signature", "signature_of", "slot_of", "stand_ins"]
 
-Signature = tuple[Any, ...]
+Signature = tuple[object, ...]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, type(None))
@@ -64,7 +64,7 @@ def _is_plain() -> bool:
     )
 
 
-def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signature, list[Any]] | None:
+def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signature, Operands] | None:
     """Return the signature of a call, and its operands: tensors, numbers and process groups. None if it has none."""
     if not _is_plain():
         return None
@@ -72,8 +72,14 @@ def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signat
     if kind == "meta":
         return None
     # The first two decide which backend "auto" selects.
-    parts: list[Any] = [Proof.remembered, os.environ.get("XENT_BACKEND"), function.name, torch.is_grad_enabled(), axis]
-    operands: list[Any] = []
+    parts: list[object] = [
+        Proof.remembered,
+        os.environ.get("XENT_BACKEND"),
+        function.name,
+        torch.is_grad_enabled(),
+        axis,
+    ]
+    operands: Operands = []
     if kind != "cpu":
         parts.append(os.environ.get("XENT_CHECK_TARGETS"))  # it decides which numbers the host reads
     if torch.is_autocast_enabled(kind):
@@ -146,7 +152,7 @@ def _axis(function: Function, arguments: tuple[Any, ...]) -> int:
     return axis if type(axis) is int else -1
 
 
-def _add(name: str, argument: Any, axis: int, parts: list[Any], operands: list[Any]) -> None:
+def _add(name: str, argument: Any, axis: int, parts: list[object], operands: Operands) -> None:
     """Append the part of an argument to a signature, and its operands."""
     kind = type(argument)
     if kind in _PLAIN_TYPES:
@@ -183,7 +189,7 @@ def _add(name: str, argument: Any, axis: int, parts: list[Any], operands: list[A
         raise _NotPlain
 
 
-def _add_shards(argument: Any, parts: list[Any], operands: list[Any]) -> None:
+def _add_shards(argument: Group, parts: list[object], operands: Operands) -> None:
     from xent.backends.torch.shards.ranges import group_of
 
     group, kind = group_of(argument), type(argument)
@@ -201,7 +207,7 @@ def _class_axis(name: str, tensor: Tensor, axis: int) -> int | None:
     return axis if name in ("logits", "teacher") or (name == "target" and tensor.is_floating_point()) else None
 
 
-def _facts(tensor: Tensor, name: str, axis: int) -> tuple[Any, ...]:
+def _facts(tensor: Tensor, name: str, axis: int) -> tuple[object, ...]:
     """Return what a signature has of a plain tensor."""
     if tensor.is_neg() or tensor.is_nested or tensor.is_meta or forward_ad.unpack_dual(tensor).tangent is not None:
         raise _NotPlain

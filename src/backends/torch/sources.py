@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Loaded, Part, Schedule, Setting, Steps, exact, wide
-from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
+from xent.backends.torch.contract import Block, Coefficients, Loaded, Part, Schedule, Setting, Steps, exact, wide
+from xent.backends.torch.memory import RowView, gradient_like, logit_blocks, span
 from xent.backends.torch.portable.facts import index_of
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
@@ -32,9 +32,9 @@ class Stored:
     overlaps = False
     """Whether the sums of a part are gathered while the next part is computed: two parts exist at one time."""
 
-    def __init__(self, setting: Setting, steps: Steps, wanted: bool, reuse: bool) -> None:
-        """`wanted`: gradients are computed; `reuse`: over given logits."""
-        self._setting, self._steps, self.wanted = setting, steps, wanted
+    def __init__(self, setting: Setting, steps: Steps, needs_gradient: bool, reuse: bool) -> None:
+        """`needs_gradient`: gradients are computed; `reuse`: over given logits."""
+        self._setting, self._steps, self.needs_gradient = setting, steps, needs_gradient
         target = setting.call.target
         self._teacher = Logits(target.source, setting) if isinstance(target, Dense) else None
         self.step = self._open(setting.call.source, reuse)
@@ -42,13 +42,13 @@ class Stored:
     def _open(self, source: Any, reuse: bool) -> int:
         """Prepare the logits and their gradient. Return the rows of a part."""
         logits, width = source.logits, self._setting.width
-        self._made = None if not self.wanted else logits if reuse else gradient_like(logits)
-        self._logits, self._grad = logits, self._made
+        self._gradients = None if not self.needs_gradient else logits if reuse else gradient_like(logits)
+        self._logits, self._grad = logits, self._gradients
         if width < logits.shape[-1]:
             self._logits = logits[..., :width]
-            if self._made is not None:
-                self._grad = self._made[..., :width]
-                self._made[..., width:] = 0
+            if self._gradients is not None:
+                self._grad = self._gradients[..., :width]
+                self._gradients[..., width:] = 0
         size = self._teacher.bytes_per_row if self._teacher else 0
         return (
             _rows_of(self._setting, size, 1, _workspace(self._setting, size)) if size else max(self._setting.count, 1)
@@ -84,7 +84,7 @@ class Stored:
             rows = block.logits.shape[:-1].numel()
             self._steps.fold(block, loaded.part, sums[:, block.start : block.start + rows], False)
 
-    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+    def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits."""
         for block in self.blocks(loaded) if self._setting.width else ():
             self._steps.gradient(block, loaded.part, coefficients)
@@ -94,7 +94,7 @@ class Stored:
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of the leaves (logits; or input, weight and bias), None where not needed."""
-        return [self._made]
+        return [self._gradients]
 
 
 class Computed(Stored):
@@ -111,23 +111,23 @@ class Computed(Stored):
         divides = isinstance(target, (Dense, TopK))
         # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory,
         # and the log-sum-exp of a row must be that of the logits that its gradient is computed from.
-        ends, on_cuda = not (self.wanted or any(setting.needs)), setting.device.type == "cuda"
+        ends, on_cuda = not (self.needs_gradient or any(setting.needs)), setting.device.type == "cuda"
         rounds = not (exact(setting.call) or divides or (on_cuda and shards is not None and ends))
         self._dtype = compute if rounds else wide(compute)
         self._overlays = divides and self._steps.overlays and self._dtype != compute
-        self.tiles = self._steps.tiles and not self.wanted and shards is None and isinstance(target, Classes)
+        self.tiles = self._steps.tiles and not self.needs_gradient and shards is None and isinstance(target, Classes)
         self.tiles = self.tiles and self._classifier.quantized is None and "rank" not in setting.call.options.stats
         self.skips = not self.tiles
-        self._rooms: dict[Any, Tensor] = {}
+        self._rooms: dict[int | str, Tensor] = {}
         self._turn = 0
         return max(setting.count, 1) if self.tiles else self._rows_of_part(divides)
 
     def _gathered(self, source: Product) -> Product:
         """Keep what is given. Return the product with the hidden states of all tokens."""
         shards = self._setting.call.shards
-        self._given, self._tokens = source, None
+        self._product, self._tokens = source, None
         self._arriving: Any = None
-        self._made: list[Any] = [None, None, None]
+        self._gradients: list[Any] = [None, None, None]
         if shards is None:
             return source
         from xent.backends.torch.shards.collectives import tokens_of
@@ -136,9 +136,9 @@ class Computed(Stored):
         return source._replace(input=self._tokens.gathered(source.input.to(self._setting.compute)))
 
     def _rows_of_part(self, divides: bool) -> int:
-        setting, columns, workspace = self._setting, self._classifier.columns, self._given.workspace
+        setting, columns, workspace = self._setting, self._classifier.columns, self._product.workspace
         compute, shards, size = setting.compute, setting.call.shards, self._dtype.itemsize
-        if self._dtype != compute and self.wanted and not self._overlays:
+        if self._dtype != compute and self.needs_gradient and not self._overlays:
             size += compute.itemsize
         if shards is not None or divides:  # the same on every rank
             columns = most_columns(setting, columns)
@@ -155,12 +155,12 @@ class Computed(Stored):
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule, and allocate the gradients."""
         self._schedule, source, needs = schedule, self._classifier, self._setting.needs
-        if not self.wanted:
+        if not self.needs_gradient:
             return
         hidden = source.hidden
-        self._made = [
+        self._gradients = [
             hidden.new_empty(hidden.shape, dtype=kept_dtype(hidden.dtype)) if needs[0] else None,
-            ProductSum(source.padded, self._given.weight.dtype, schedule.chunks) if needs[1] else None,
+            ProductSum(source.padded, self._product.weight.dtype, schedule.chunks) if needs[1] else None,
             torch.zeros(source.columns, dtype=wide(source.compute), device=hidden.device) if needs[2] else None,
         ]
 
@@ -168,7 +168,7 @@ class Computed(Stored):
         """Gather the hidden states of a part. Its logits are computed when they are needed."""
         return self._steps.select(self._classifier, part)
 
-    def _room(self, name: Any, part: Part, dtype: torch.dtype) -> Tensor:
+    def _room(self, name: int | str, part: Part, dtype: torch.dtype) -> Tensor:
         """Return memory (R, columns) for a part, the same for each part."""
         if name not in self._rooms:
             shape = self._schedule.rows, self._classifier.columns
@@ -184,7 +184,7 @@ class Computed(Stored):
             self._turn = 1 - self._turn if self.overlaps else 0
             self._classifier.write_logits(loaded.hidden, logits)
         grad = None
-        if self.wanted:
+        if self.needs_gradient:
             if self._dtype == compute:
                 loaded.grad = logits
             elif self._overlays:
@@ -202,9 +202,9 @@ class Computed(Stored):
             super().fold(loaded, sums)
         elif not steps.fold_product(source, loaded, sums):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
-            fold_tiles(steps, source, loaded, sums, dtype, self._given.workspace)
+            fold_tiles(steps, source, loaded, sums, dtype, self._product.workspace)
 
-    def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
+    def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
         if loaded.logits is None and self._classifier.quantized is None:
             loaded.grad = self._room("grad", loaded.part, self._setting.compute)
@@ -214,7 +214,7 @@ class Computed(Stored):
 
     def add(self, loaded: Loaded) -> None:
         """Multiply the gradient of a part's logits into the gradients of hidden states and classifier."""
-        part, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.grad, self._made
+        part, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.grad, self._gradients
         if grad is None:
             return
         if grad.shape[1] > self._setting.width:  # NaN if a row's hidden states are NaN, or logits
@@ -233,30 +233,32 @@ class Computed(Stored):
 
     def _send(self) -> None:
         """Zero the gradient of skipped hidden states, and start the sum of their gradient over ranks."""
-        made, left_out = self._made[0], self._schedule.left_out
-        if made is not None and self._arriving is None:
+        of_input, left_out = self._gradients[0], self._schedule.left_out
+        if of_input is not None and self._arriving is None:
             if left_out is not None:
-                made.index_fill_(0, left_out, 0)
-            self._arriving = made if self._tokens is None else self._tokens.summed(made)
+                of_input.index_fill_(0, left_out, 0)
+            self._arriving = of_input if self._tokens is None else self._tokens.summed(of_input)
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, with zeros for the padding of a shard."""
         self._send()
-        made, given = self._arriving, self._given
-        _, of_weight, of_bias = self._made
-        if made is not None:
-            made = (made if self._tokens is None else self._tokens.own(made.wait())).reshape(given.input.shape)
+        of_input, source = self._arriving, self._product
+        _, of_weight, of_bias = self._gradients
+        if of_input is not None:
+            of_input = (of_input if self._tokens is None else self._tokens.own(of_input.wait())).reshape(
+                source.input.shape
+            )
         return [
-            made,
+            of_input,
             None if of_weight is None else self._fitted(of_weight.result()),
-            None if of_bias is None else self._fitted(of_bias).to(kept_dtype(given.bias.dtype)),
+            None if of_bias is None else self._fitted(of_bias).to(kept_dtype(source.bias.dtype)),
         ]
 
-    def _fitted(self, made: Tensor) -> Tensor:
+    def _fitted(self, gradient: Tensor) -> Tensor:
         """Return the first C rows, with zeros up to the rows of the given classifier."""
-        classes, rows = self._setting.width, self._given.weight.shape[0]
-        more = () if rows == classes else (made.new_zeros(rows - classes, *made.shape[1:]),)
-        return torch.cat((made[:classes], *more)) if more else span(made, 0, classes)
+        classes, rows = self._setting.width, self._product.weight.shape[0]
+        more = () if rows == classes else (gradient.new_zeros(rows - classes, *gradient.shape[1:]),)
+        return torch.cat((gradient[:classes], *more)) if more else span(gradient, 0, classes)
 
 
 class _Whole(NamedTuple):
@@ -327,7 +329,7 @@ class Logits:
 
     def __init__(self, source: Source, setting: Setting) -> None:
         self.bytes_per_row = 0
-        self._stored = Rows(source.logits) if isinstance(source, Given) else None
+        self._stored = RowView(source.logits) if isinstance(source, Given) else None
         if isinstance(source, Product):
             self._classifier = Classifier(source, setting.width)
             self._dtype = wide(self._classifier.compute)
@@ -338,8 +340,8 @@ class Logits:
     def block(self, part: Part, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a part, with contiguous classes."""
         if self._stored is not None:
-            made = self._stored[index_of(part, start, stop)]
-            return made if made.shape[1] == 1 or made.stride(1) == 1 else made.contiguous()
+            stored = self._stored[index_of(part, start, stop)]
+            return stored if stored.shape[1] == 1 or stored.stride(1) == 1 else stored.contiguous()
         if self._part is not part:
             source, rows = self._classifier, part.stop - part.start
             if self._part is None:  # the first part is the largest
@@ -355,10 +357,10 @@ def most_columns(setting: Setting, columns: int) -> int:
     return columns if shards is None else padded_columns(-(-setting.vocabulary // shards.group.size()), setting.device)
 
 
-def _workspace(setting: Setting, size: int, given: int | None = None) -> int:
+def _workspace(setting: Setting, size: int, requested: int | None = None) -> int:
     """Return the bytes of the logits of a divergence whose rows take `size` bytes."""
     largest = _WORKSPACE_TOP_K if isinstance(setting.call.target, TopK) else _WORKSPACE
-    return given or max(_WORKSPACE_CPU if setting.device.type == "cpu" else largest, _FEWEST_ROWS * size)
+    return requested or max(_WORKSPACE_CPU if setting.device.type == "cpu" else largest, _FEWEST_ROWS * size)
 
 
 def _rows_of(setting: Setting, columns: int, size: int, workspace: int | None) -> int:
@@ -378,11 +380,11 @@ def fold_tiles(
     rows, tile = tile_shape(len(hidden), source.classes, dtype.itemsize, workspace)
     room = torch.empty(rows * tile, dtype=dtype, device=hidden.device)
     for start in range(0, len(hidden), rows):
-        some = slice(start, min(start + rows, len(hidden)))
-        targets = None if of_targets is None else of_targets[some]
+        row_slice = slice(start, min(start + rows, len(hidden)))
+        targets = None if of_targets is None else of_targets[row_slice]
         for first in range(0, source.classes, tile):
             classes = slice(first, min(first + tile, source.classes))
-            shape = some.stop - start, classes.stop - first
+            shape = row_slice.stop - start, classes.stop - first
             logits = room[: shape[0] * shape[1]].view(shape)
-            source.write_logits(hidden[some], logits, classes)
-            steps.fold(Block(logits, start, first, None, targets), loaded.part, sums[:, some], first > 0)
+            source.write_logits(hidden[row_slice], logits, classes)
+            steps.fold(Block(logits, start, first, None, targets), loaded.part, sums[:, row_slice], first > 0)

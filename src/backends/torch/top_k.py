@@ -10,19 +10,18 @@ With the largest x_0 of a row, over all ranks::
 """
 
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import LARGEST, Part, Setting, wide
-from xent.backends.torch.memory import Rows, block_rows
+from xent.backends.torch.memory import RowView, block_rows
 from xent.backends.torch.plan import compute_of
 from xent.backends.torch.portable.rows import activate
 from xent.backends.torch.prepare import prepare, rows_of
 from xent.backends.torch.sources import Logits
-from xent.core.call import Activation, Call, Given, Largest, array_of, vocabulary_of
+from xent.core.call import Activation, Call, Given, Largest, Shards, array_of, vocabulary_of
 from xent.core.chunks import rows_per_chunk
 from xent.core.validate import check_int
 
@@ -57,7 +56,7 @@ def top_k(call: Call, kernel: str) -> list[Tensor]:
         step -= step % _ROWS_MULTIPLE if _ROWS_MULTIPLE < step < count else 0
     else:
         step = block_rows(source.logits, source.logits.dtype)
-        if selects is not _largest and sign == 1 and Rows(source.logits).are_direct:  # not copied
+        if selects is not _largest and sign == 1 and RowView(source.logits).are_direct:  # not copied
             step *= _BLOCKS_OF_KERNELS
     if selects is _largest:
         step = max(min(step, _WORKSPACE // (max(min(k * _BLOCK, width), 1) * _CANDIDATE_BYTES)), 1)
@@ -100,7 +99,7 @@ def _places(z: Tensor, k: int) -> Tensor:
 
 
 def _of_all_ranks(
-    top: Tensor, ids: Tensor, log_sum: Tensor, k: int, activation: Activation, shards: Any
+    top: Tensor, ids: Tensor, log_sum: Tensor, k: int, activation: Activation, shards: Shards
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the largest logits of ranks, their classes, and the sums relative to their largest x."""
     from xent.backends.torch.shards.collectives import gather  # needs torch.distributed

@@ -77,10 +77,10 @@ class TritonBackend(TorchBackend):
         """Return the harness of the gradient checks, without float64."""
         from xent.backends.triton.harness import TritonHarness
 
-        made = TritonHarness(device)
+        harness = TritonHarness(device)
         if machine.UNTRIED is not None:
-            made.passed = machine.PROOF.remember  # type: ignore[method-assign]
-        return made
+            harness.passed = machine.PROOF.remember  # type: ignore[method-assign]
+        return harness
 
 
 BACKEND = TritonBackend()

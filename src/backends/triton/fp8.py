@@ -13,7 +13,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Part
 from xent.backends.torch.fp8 import CODES, GRADIENT_CODES, Arithmetic, Quantized, padded, scales
 from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, largest_kernel
-from xent.backends.triton.launches import cdiv, launch, next_power_of_2
+from xent.backends.triton.launches import Kernel, cdiv, launch, next_power_of_2
 
 __all__ = ["GpuArithmetic", "unavailable"]
 
@@ -79,7 +79,10 @@ class GpuArithmetic(Arithmetic):
         if largest[1] is not None:
             codes = torch.empty(columns, rows, dtype=CODES, device=like.device)
             by_column = Quantized(codes, scales(largest[1], CODES))
-        inverses = [(None, None) if one is None else (one.codes, one.scale.reciprocal()) for one in (by_row, by_column)]
+        inverses = [
+            (None, None) if quantized is None else (quantized.codes, quantized.scale.reciprocal())
+            for quantized in (by_row, by_column)
+        ]
         _over_tiles(codes_kernel, grad, *inverses[0], of_classes, *inverses[1], of_rows)
         return by_row, by_column
 
@@ -124,7 +127,7 @@ class GpuArithmetic(Arithmetic):
         )
 
 
-def _over_tiles(function: Any, matrix: Tensor, *others: Tensor | None) -> None:
+def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | None) -> None:
     """Launch a kernel with one program per tile of a matrix."""
     rows, columns = matrix.shape
     launch(

@@ -1,8 +1,8 @@
 """The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -57,13 +57,13 @@ def placed(block: Block) -> Iterator[Placed]:
             strides = count or 1, 0, vocabulary
             yield Placed(logits, grad, block.start, count, strides, strides, 0, Layout(False, False, False, vector))
             return
-    pieces: Any = [(0, block.logits, block.grad)]
+    pieces: Iterable[tuple[int, Tensor, Tensor | None]] = [(0, block.logits, block.grad)]
     if not _is_direct(block.logits) or (block.grad is not None and not _is_direct(block.grad)):
         pieces = logit_blocks(block.logits, block.grad)
     for start, logits, grad in pieces:
-        made = logits if grad is None else grad
+        written = logits if grad is None else grad
         rows, address = rows_of(logits), logits.data_ptr()
-        places = rows if made is logits else rows_of(made)
+        places = rows if written is logits else rows_of(written)
         assert rows is not None
         assert places is not None
         count, vocabulary, vector = logits.shape[:-1].numel(), logits.shape[-1], 16 // logits.itemsize
@@ -71,9 +71,9 @@ def placed(block: Block) -> Iterator[Placed]:
         skewed = (skew | rows[1] | rows[2]) % vector != 0
         ragged = skewed or vocabulary % vector != 0
         if skewed:  # each row of the gradient must have the same offset from a boundary as the row of logits
-            alike = rows == places and logits.dtype == made.dtype and (made.data_ptr() - address) % 16 == 0
+            alike = rows == places and logits.dtype == written.dtype and (written.data_ptr() - address) % 16 == 0
         else:
-            alike = (made.data_ptr() | made.itemsize * (places[1] | places[2])) % 16 == 0
+            alike = (written.data_ptr() | written.itemsize * (places[1] | places[2])) % 16 == 0
         if not alike or (ragged and not is_padded(logits)):
             skew, vector, skewed, ragged = 0, 1, False, True
         grouped = min(rows[0], places[0]) < count
@@ -145,41 +145,41 @@ again. Busy kernels take many instructions for a class: they predict classes, or
 pass, or with a softcap of 16-bit logits, rows are not shared, and four small programs per multiprocessor are best for
 all rows."""
 
-Sized = tuple[Way, int, dict[str, Any]]
+Sized = tuple[Way, int, dict[str, object]]
 """A way with block sizes, the number of classes of a program (the last one may have fewer), and launch options."""
 
 
-def sizes(vocabulary: int, some: Placed, way: Way, writes: bool, shares: bool, **more: bool) -> Sized:
+def sizes(vocabulary: int, piece: Placed, way: Way, writes: bool, shares: bool, **more: bool) -> Sized:
     """Return the sizes of `rows_kernel` and `fold_kernel` for rows of `vocabulary` classes.
 
     `writes`: whether the kernel writes their gradient. `shares`: whether programs may share a row. They do not if
     logits and gradient are aligned differently. Rows of up to 8 KiB are one block, whose largest logit is the best
     reference of sums.
     """
-    itemsize, vector = some.logits.itemsize, some.layout.vector
+    itemsize, vector = piece.logits.itemsize, piece.layout.vector
     row = vocabulary * itemsize / _KIB
     if row <= 8:
         block = next_power_of_2(vocabulary)
-        return in_blocks(vocabulary, some, way, block, max(min(block * itemsize // _KIB, 8), 1), **more)
-    unaligned, shared = some.layout.skewed or vector == 1, shares and vector > 1
+        return in_blocks(vocabulary, piece, way, block, max(min(block * itemsize // _KIB, 8), 1), **more)
+    unaligned, shared = piece.layout.skewed or vector == 1, shares and vector > 1
     kind = "unaligned, " if unaligned else "busy, " if writes and (way.predicted or way.capped) else ""
     kind += ("written, shared" if shared else "written") if writes else "read"
     if way.capped and writes and itemsize == 2 and row > 16:
         kind = "capped, written"
     size = next(size for size in _SIZES[kind] if row <= size.most)
     return in_blocks(
-        vocabulary, some, way, size.block * _KIB // itemsize, size.warps, size.registers, size.programs, **more
+        vocabulary, piece, way, size.block * _KIB // itemsize, size.warps, size.registers, size.programs, **more
     )
 
 
 def in_blocks(
-    vocabulary: int, some: Placed, way: Way, block: int, warps: int, registers: int = 0, parts: int = 1, **more: bool
+    vocabulary: int, piece: Placed, way: Way, block: int, warps: int, registers: int = 0, parts: int = 1, **more: bool
 ) -> Sized:
     """Return the sizes for rows in blocks of `block` classes, cut for `parts` programs at multiples of a cache line.
 
     Each part must have a class. If one part is longer than a block, all must be. `more` are other members of the way.
     """
-    vector, skewed = some.layout.vector, some.layout.skewed
+    vector, skewed = piece.layout.vector, piece.layout.skewed
     # The reference of a skewed row is found without the last vector of its first block.
     block = max(block, 2 * vector)
     share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _LINE) * _LINE
@@ -187,11 +187,11 @@ def in_blocks(
         block=block,
         blocks=next_power_of_2(cdiv(share, block)),
         parts=parts,
-        **some.layout._asdict(),
+        **piece.layout._asdict(),
         **more,
     )
     # Without fused multiply-add if rows may begin anywhere: then a class may be in the first block, in the loop or in
     # the last block. The compiler may fuse one copy of the code and not another, and a row's bits would depend on where
     # it begins.
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": not skewed}
+    options: dict[str, object] = {"num_warps": warps, "enable_fp_fusion": not skewed}
     return way, share, options | ({"maxnreg": registers} if registers else {})

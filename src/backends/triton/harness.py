@@ -39,8 +39,8 @@ class TritonHarness(TorchHarness):
         self.seconds = 0.8 if self._interprets else 5.0  # to compile takes most of it
         self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
         paths = sorted(Path(__file__).parent.rglob("*.py"))
-        found = (name for path in paths for name in _KERNEL.findall(path.read_text(encoding="utf-8")))
-        self.kernels = (_INTERPRETER,) if self._interprets else tuple(found)
+        names = (name for path in paths for name in _KERNEL.findall(path.read_text(encoding="utf-8")))
+        self.kernels = (_INTERPRETER,) if self._interprets else tuple(names)
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:

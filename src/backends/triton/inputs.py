@@ -4,8 +4,6 @@ Kernels read targets, weights and upstream gradients from the caller's own tenso
 of rows with a target take one launch.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,6 +29,7 @@ from xent.backends.triton.launches import (
     no_upstreams,
 )
 from xent.core.call import Allowed, Classes, Probabilities, TopK, differs
+from xent.core.spec import Scalar
 
 __all__ = ["Decisions", "Inputs", "floats_of"]
 
@@ -81,7 +80,7 @@ class Decisions:
         self.all_rows = float(bool(stats) or statistics)
         self.numbers = None if changed else Numbers(1.0, 0.0, 0.0, 0.0, 1.0, self.all_rows)
         """The numbers of the options, if these are neutral."""
-        self.launches: dict[Any, Launch] = {}
+        self.launches: dict[object, Launch] = {}
 
 
 CONSTANTS["triton"] = Decisions
@@ -113,8 +112,8 @@ class Inputs:
         numbers: Tensor | None = None
         self.numbers: Numbers = decisions.numbers
         if decisions.numbers is None:
-            values = options.label_smoothing, options.z_loss, softcap, scale
-            (smoothing, z_loss, cap, factor), numbers = floats_of(values, self.device)
+            parameters = options.label_smoothing, options.z_loss, softcap, scale
+            (smoothing, z_loss, cap, factor), numbers = floats_of(parameters, self.device)
             self.numbers = Numbers(
                 1 - smoothing, smoothing / setting.vocabulary, z_loss, cap, factor, decisions.all_rows
             )
@@ -176,18 +175,18 @@ class Inputs:
             self._divided = self.rows._replace(divisor=self._divisor(self.rows, None))
         return self._divided
 
-    def _divisor(self, rows: Rows, normalizer: Any) -> Tensor:
+    def _divisor(self, rows: Rows, normalizer: Scalar) -> Tensor:
         """Return `Rows.divisor`. The same launch writes `counted`."""
         in_float16, shards, device = self.setting.in_float16, self.setting.call.shards, self.device
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=device)
-        nothing, given = absent(device), None if self.options.weight is None else rows.class_weight
-        weight = given if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
-        if shards is not None and weight is not None:
+        nothing, class_weight = absent(device), None if self.options.weight is None else rows.class_weight
+        weight = class_weight if self.limit != _NO_LIMIT and (in_float16 or normalizer is None) else None
+        if shards is not None and weight is not None and rows.target is not None:
             weight = weights_of(weight, cast(rows.target, torch.int64), shards)
         others, scale, numbers = 0.0, 1.0, None
         if in_float16:
-            (others, scale), numbers = floats_of(options_of_float16(self.setting, given), device)
+            (others, scale), numbers = floats_of(options_of_float16(self.setting, class_weight), device)
         weight = nothing if weight is None else weight
         if weight is not rows.class_weight or rows.total_weight is not None:
             rows = rows._replace(class_weight=weight, total_weight=None)
@@ -202,7 +201,7 @@ class Inputs:
         )
         return divisor
 
-    def rows_of(self, part: Part, start: int = 0, counts: bool = False) -> tuple[Rows, int, Any]:
+    def rows_of(self, part: Part, start: int = 0, counts: bool = False) -> tuple[Rows, int, object]:
         """Return the group of rows for a launch on rows of a part from `start` on, and the index of the first one.
 
         The index counts in `Rows.order`, or in the order of the call. The third value is the kind of the launch.
@@ -223,7 +222,7 @@ class Inputs:
         return self.numbers.softcap <= _LARGEST_SOFTCAP
 
 
-def floats_of(numbers: tuple[Any, ...], device: torch.device) -> tuple[list[float], Tensor | None]:
+def floats_of(numbers: tuple[Scalar, ...], device: torch.device) -> tuple[list[float], Tensor | None]:
     """Return numbers as floats, 0 for None and tensors; and if one is a tensor, (K,) float32 of all numbers."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     floats = [0.0 if number is None or isinstance(number, Tensor) else float(number) for number in numbers]

@@ -14,7 +14,7 @@ compiled kernel is correct for every later launch with the same key.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from xent.backends.triton import compilations  # noqa: F401 (logs what the first
 
 __all__ = [
     "Columns",
+    "Kernel",
     "Launch",
     "Numbers",
     "Results",
@@ -43,6 +44,9 @@ __all__ = [
     "no_rows",
     "no_upstreams",
 ]
+
+Kernel = Any
+"""A kernel that Triton has compiled, compiles when it is launched, or interprets."""
 
 
 class Numbers(NamedTuple):
@@ -65,31 +69,31 @@ class Rows(NamedTuple):
     All but the target, class weights and their sum may be null (`no_rows`).
     """
 
-    target: Any = None
+    target: Tensor | None
     """Integers; None for class probabilities."""
-    sample_weight: Any = None
-    class_weight: Any = None
+    sample_weight: Tensor
+    class_weight: Tensor | None
     """(C,) float32: of the classes of this rank. Null if there are none, or None with label smoothing."""
-    total_weight: Any = None
+    total_weight: Tensor | None
     """() float32: the sum of the class weights of this rank, with label smoothing."""
-    divisor: Any = None
+    divisor: Tensor
     """(3,) float32: the divisor D, what gradients of rows are divided by (0 if D is 0), and the remaining factor of
     float16 gradients. Null if D is 1."""
-    temperature: Any = None
-    numbers: Any = None
+    temperature: Tensor
+    numbers: Tensor
     """(4,) float32: label smoothing, z-loss, softcap and logit scale, if one of them is a tensor; they replace
     `Numbers`."""
-    order: Any = None
+    order: Tensor
     """int64: the rows in the order in which they are computed; null for that of the call."""
 
 
 class Upstreams(NamedTuple):
     """Upstream gradients, (N,) float32 each, or null. If that of a statistic is given, gradients are for these."""
 
-    loss: Any = None
-    lse: Any = None
-    nll: Any = None
-    entropy: Any = None
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class Results(NamedTuple):
@@ -98,17 +102,17 @@ class Results(NamedTuple):
     Those whose sums are not computed are None.
     """
 
-    loss: Any = None
-    lse: Any = None
-    nll: Any = None
-    entropy: Any = None
-    predictions: Any = None
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
+    predictions: Tensor | None = None
     """int64"""
-    accuracy: Any = None
+    accuracy: Tensor | None = None
     """1 where the prediction is the target."""
-    z_loss: Any = None
-    log_sum_sq_probs: Any = None
-    mean_logit: Any = None
+    z_loss: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 class Columns(NamedTuple):
@@ -200,11 +204,11 @@ def no_upstreams(device: torch.device) -> Upstreams:
 
 
 _UNSPECIALISED = {int, float, Numbers, type(None)}
-_launches: dict[Any, "Launch"] = {}
+_launches: dict[tuple[object, ...], "Launch"] = {}
 _MOST = 4096  # launches; if there are more, the cache is cleared
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., None]) -> Kernel:
     """Return a Triton kernel. Numbers among its arguments have an annotation like "i64", and are not specialised."""
     parameters = inspect.signature(function).parameters.items()
     names = [name for name, parameter in parameters if "constexpr" not in str(parameter.annotation)]
@@ -218,16 +222,16 @@ class Launch:
     tensors in argument groups. A launch of a plan is for one kind but for the alignment.
     """
 
-    def __init__(self, function: Any, constants: dict[str, Any], **options: Any) -> None:
+    def __init__(self, function: Kernel, constants: Mapping[str, object], **options: object) -> None:
         """`options`: Triton's num_warps, maxnreg and enable_fp_fusion."""
         self._function, self._constants, self._options = function, constants, {"enable_fp_fusion": True} | options
         if torch.version.hip is not None:
             self._options.pop("maxnreg", None)  # Triton does not have it for AMD's GPUs
         self._interpreted = is_interpreted(function)
-        self._compiled: dict[Any, Any] = {}
-        self._in_order: tuple[Any, ...] = ()
+        self._compiled: dict[object, Kernel] = {}
+        self._in_order: tuple[object, ...] = ()
 
-    def __call__(self, kind: Any, programs: int, *arguments: Any) -> None:
+    def __call__(self, kind: object, programs: int, *arguments: object) -> None:
         """Launch `programs` programs on the current device and stream.
 
         `kind`: what may vary in the kind of the arguments. `arguments` are tensors, None, numbers, argument groups and
@@ -247,7 +251,9 @@ class Launch:
             self._in_order = tuple([self._constants[name] for name in function.arg_names[len(arguments) :]])
 
 
-def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
+def launch(
+    function: Kernel, programs: int, arguments: tuple[object, ...], constants: Mapping[str, object], **options: object
+) -> None:
     """Launch a kernel whose constants, or the kind of whose arguments, are not those of a plan: see `Launch`."""
     key = (function.__name__, *constants.values(), *options.values())
     prepared = _launches.get(key)
@@ -264,7 +270,7 @@ def alignment(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None])
 
 
-def _kind(argument: Any) -> Any:
+def _kind(argument: Any) -> object:
     """Return what a kernel is compiled for in a tensor, a group of tensors, or a descriptor for the copy engine."""
     if isinstance(argument, Tensor):
         return argument.dtype
@@ -273,7 +279,7 @@ def _kind(argument: Any) -> Any:
     return argument.base.dtype, *argument.block_shape
 
 
-def is_interpreted(function: Any) -> bool:
+def is_interpreted(function: Kernel) -> bool:
     """Whether Triton interprets a kernel, on tensors of any device: its programs run one after the other."""
     return not isinstance(function, triton.JITFunction)
 

@@ -34,8 +34,8 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
         return f"PyTorch {torch.__version__} {built}", versions, ()
     worst = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
     if worst < _OLDEST_CAPABILITY and not torch.version.hip:
-        needed, found = (".".join(map(str, pair)) for pair in (_OLDEST_CAPABILITY, worst))
-        return f"it needs GPUs of compute capability {needed} or later and found one of {found}", versions, ()
+        needed, present = (".".join(map(str, pair)) for pair in (_OLDEST_CAPABILITY, worst))
+        return f"it needs GPUs of compute capability {needed} or later and found one of {present}", versions, ()
     return None, versions, ("cuda",)
 
 

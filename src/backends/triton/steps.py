@@ -4,12 +4,14 @@ Whole rows take one launch. Rows of class targets can also be folded, finished a
 Coefficients are (6, R) float32, see `finish_kernel`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import SCALES, STEPS, Block, Loaded, Part, Setting, Steps
+from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
@@ -23,6 +25,7 @@ from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel
 from xent.backends.triton.kernels.sums import finish_kernel, partition_kernel, scale_kernel, select_kernel
 from xent.backends.triton.launches import (
     Columns,
+    Kernel,
     Launch,
     Way,
     absent,
@@ -53,7 +56,7 @@ class TritonSteps:
     """The steps of a call, for all targets without shards, and for class targets in shards."""
 
     computes_all = tiles = overlays = True
-    arithmetic = GpuArithmetic()
+    arithmetic: Arithmetic = GpuArithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.inputs = setting, Inputs(setting)
@@ -103,14 +106,14 @@ class TritonSteps:
         hidden = source.select(part) if trained is None or apart else trained
         return Loaded(part, hidden, hidden if trained is None else trained, target_logits, checks)
 
-    def _given(self) -> tuple[Any, ...]:
+    def _probabilities(self) -> tuple[object, ...]:
         """Return the arguments of `rows_kernel` for class probabilities."""
         target = self.setting.call.target
         if not isinstance(target, Probabilities):
             return _NOT_GIVEN
-        values = target.probs if rows_of(target.probs) is not None else target.probs.contiguous()
-        likeliest = values.argmax(-1).view(-1) if self.inputs.recorded.accuracy is not None else None
-        return values, *(rows_of(values) or ()), values.stride(-1), likeliest
+        probs = target.probs if rows_of(target.probs) is not None else target.probs.contiguous()
+        likeliest = probs.argmax(-1).view(-1) if self.inputs.recorded.accuracy is not None else None
+        return probs, *(rows_of(probs) or ()), probs.stride(-1), likeliest
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Fold and finish rows in one launch, and write their gradient."""
@@ -118,42 +121,42 @@ class TritonSteps:
         if not isinstance(self.setting.call.target, (Classes, Probabilities)):
             targets.whole_rows(inputs, block, part)
             return
-        width, in_turn, given = self.setting.vocabulary, is_interpreted(rows_kernel), self._given()
-        if given is not _NOT_GIVEN:
+        width, in_turn, probabilities = self.setting.vocabulary, is_interpreted(rows_kernel), self._probabilities()
+        if probabilities is not _NOT_GIVEN:
             saved = None
-        for some in placed(block):
-            prepared, share, parts = self._of_whole_rows(some, saved is not None, in_turn)
-            programs, words = some.number * parts, None
+        for piece in placed(block):
+            prepared, share, parts = self._of_whole_rows(piece, saved is not None, in_turn)
+            programs, words = piece.number * parts, None
             if parts > 1:
                 words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=inputs.device)
-            rows, start, kind = inputs.rows_of(part, some.start, counts=True)
+            rows, start, kind = inputs.rows_of(part, piece.start, counts=True)
             # Programs that run one after the other cannot wait for each other.
-            for grad in (None, some.grad) if in_turn and words is not None else (some.grad,):
+            for grad in (None, piece.grad) if in_turn and words is not None else (piece.grad,):
                 if in_turn and words is not None:
                     words |= TAG
                     words[-1] = 0
                 prepared(
-                    *(kind, programs, some.logits, *some.rows, some.skew, grad, *some.places),
+                    *(kind, programs, piece.logits, *piece.rows, piece.skew, grad, *piece.places),
                     *(block.target_logits, saved, block.target_grad, words, rows, inputs.upstreams),
                     *(inputs.recorded, inputs.numbers, start, inputs.count, int(inputs.counts)),
-                    *(inputs.ignore_index, width, share, *given),
+                    *(inputs.ignore_index, width, share, *probabilities),
                 )
 
-    def _of_whole_rows(self, some: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
+    def _of_whole_rows(self, piece: Placed, saves: bool, in_turn: bool) -> tuple[Launch, int, int]:
         """Return the launch of `rows_kernel`, the classes of a program, and the programs that share a row."""
         inputs = self.inputs
-        itemsize, launches = some.logits.itemsize, inputs.decisions.launches
-        half, writes, width = itemsize == 2, some.grad is not None, self.setting.vocabulary
+        itemsize, launches = piece.logits.itemsize, inputs.decisions.launches
+        half, writes, width = itemsize == 2, piece.grad is not None, self.setting.vocabulary
         quick = inputs.quick(half)
-        key = "rows", some.layout, itemsize, writes, saves, quick
+        key = "rows", piece.layout, itemsize, writes, saves, quick
         if key not in launches:
             more = {"exact": not half, "quick": quick}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
                 size = min(next_power_of_2(width), _GIVEN_BLOCK)
-                way, share, options = in_blocks(width, some, inputs.way, size, max(size // 256, 1), **more)
+                way, share, options = in_blocks(width, piece, inputs.way, size, max(size // 256, 1), **more)
             else:
                 shares = not inputs.way.smoothed and (in_turn or multiprocessors(inputs.device) >= _LEAST)
-                way, share, options = sizes(width, some, inputs.way, writes, shares, **more)
+                way, share, options = sizes(width, piece, inputs.way, writes, shares, **more)
             constants = {"columns": inputs.columns if saves else Columns(), "way": way}
             launches[key] = Launch(rows_kernel, constants, **options), share, way.parts
         prepared: tuple[Launch, int, int] = launches[key]
@@ -163,45 +166,45 @@ class TritonSteps:
         """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
         inputs = self.inputs
         setting, weight = self.setting, None if inputs.options.weight is None else inputs.rows.class_weight
-        for some in placed(block):
-            width = some.logits.shape[-1]
-            rows, first, kind = inputs.rows_of(part, some.start)
+        for piece in placed(block):
+            width = piece.logits.shape[-1]
+            rows, first, kind = inputs.rows_of(part, piece.start)
             if weight is not None:
                 own = weight[block.first : block.first + width]
                 kind = kind, own.data_ptr() % 16 == 0
                 rows = rows._replace(class_weight=own, total_weight=own.sum() if inputs.way.smoothed else None)
-            here = slice(some.start - block.start, some.start - block.start + some.number)
-            target_logits = None if block.target_logits is None else block.target_logits[here]
-            input_checks = None if block.input_checks is None else block.input_checks[here]
-            self._of_fold(some, width)(
-                *(kind, some.number, some.logits, *some.rows, some.skew, sums[:, here], sums.stride(0)),
+            row_slice = slice(piece.start - block.start, piece.start - block.start + piece.number)
+            target_logits = None if block.target_logits is None else block.target_logits[row_slice]
+            input_checks = None if block.input_checks is None else block.input_checks[row_slice]
+            self._of_fold(piece, width)(
+                *(kind, piece.number, piece.logits, *piece.rows, piece.skew, sums[:, row_slice], sums.stride(0)),
                 *(target_logits, input_checks, rows, inputs.numbers, first, inputs.ignore_index),
                 *(setting.first + block.first, width, setting.vocabulary),
                 *(range_check(setting.first, setting.first + setting.width), int(adds)),
             )
 
-    def _of_fold(self, some: Placed, width: int) -> Launch:
+    def _of_fold(self, piece: Placed, width: int) -> Launch:
         """Return the launch of `fold_kernel` for rows of `width` classes."""
         inputs = self.inputs
-        itemsize, launches = some.logits.itemsize, inputs.decisions.launches
+        itemsize, launches = piece.logits.itemsize, inputs.decisions.launches
         quick, whole = inputs.quick(itemsize == 2), not 0 < width < self.setting.width
         block, vocabulary = _BLOCK_BYTES // itemsize, max(self.setting.width, 1)
         classes = vocabulary if whole or width > block else block  # of a row: the last tile may have fewer
-        key = "fold", some.layout, itemsize, whole, classes, quick
+        key = "fold", piece.layout, itemsize, whole, classes, quick
         if key not in launches:
             if whole:
-                way, _, options = sizes(classes, some, inputs.way, False, False, quick=quick)
+                way, _, options = sizes(classes, piece, inputs.way, False, False, quick=quick)
             else:
-                way, _, options = in_blocks(classes, some, inputs.way, block, 4, quick=quick)
+                way, _, options = in_blocks(classes, piece, inputs.way, block, 4, quick=quick)
             launches[key] = Launch(fold_kernel, {"columns": inputs.columns, "way": way}, **options)
         prepared: Launch = launches[key]
         return prepared
 
-    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Tensor | None:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Tensor | None:
         """See `xent.backends.torch.contract.Steps.finish`."""
         inputs = self.inputs
         ranks, _, count = sums.shape
-        made = torch.empty(6, count, dtype=torch.float32, device=sums.device) if wanted else None
+        coefficients = torch.empty(6, count, dtype=torch.float32, device=sums.device) if needs_gradient else None
         rows, first, kind = inputs.rows_of(part)
         if count:
             nothing, way = (
@@ -213,36 +216,36 @@ class TritonSteps:
                 *(kind, cdiv(count, _FINISHED), sums, sums.stride(0), ranks, count, rows, inputs.upstreams),
                 *(inputs.recorded, inputs.numbers, first),
                 *((nothing, 0) if saved is None else (saved, saved.stride(0))),
-                nothing if made is None else made,
+                nothing if coefficients is None else coefficients,
                 *(inputs.ignore_index, self.setting.first, self.setting.width, self.setting.vocabulary),
                 range_check(0, self.setting.vocabulary),
             )
-        return made
+        return coefficients
 
     def gradient(self, block: Block, part: Part, coefficients: Tensor) -> None:
         """See `xent.backends.torch.contract.Steps.gradient`. One program per part of a row."""
         inputs = self.inputs
         width = block.logits.shape[-1]
-        for some in placed(block) if width else ():
-            prepared, share = self._of_gradient(some, width)
-            rows, first, kind = inputs.rows_of(part, some.start)
+        for piece in placed(block) if width else ():
+            prepared, share = self._of_gradient(piece, width)
+            rows, first, kind = inputs.rows_of(part, piece.start)
             own = rows.class_weight
-            if inputs.options.weight is not None:
+            if own is not None and inputs.options.weight is not None:
                 own = own[block.first :]
                 kind = kind, own.data_ptr() % 16 == 0
             rows = rows._replace(target=None, class_weight=own, total_weight=None)
-            layout = some.layout
+            layout = piece.layout
             prepared(
-                *(kind, some.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
-                *(some.logits, *some.rows, some.skew, some.grad, *some.places, block.target_grad),
-                *(coefficients[:, some.start :], coefficients.stride(0), rows, inputs.numbers),
+                *(kind, piece.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
+                *(piece.logits, *piece.rows, piece.skew, piece.grad, *piece.places, block.target_grad),
+                *(coefficients[:, piece.start :], coefficients.stride(0), rows, inputs.numbers),
                 *(first, block.first, width),
             )
 
-    def _of_gradient(self, some: Placed, width: int) -> tuple[Launch, int]:
+    def _of_gradient(self, piece: Placed, width: int) -> tuple[Launch, int]:
         """Return the launch of `gradient_kernel` for rows of `width` classes, and the classes of a program."""
         inputs = self.inputs
-        itemsize, layout, launches = some.logits.itemsize, some.layout, inputs.decisions.launches
+        itemsize, layout, launches = piece.logits.itemsize, piece.layout, inputs.decisions.launches
         quick = inputs.quick(itemsize == 2)
         key = "gradient", layout, itemsize, width, quick
         if key not in launches:
@@ -250,14 +253,14 @@ class TritonSteps:
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
             own, geometry = inputs.way, layout._asdict() | {"block": size}
             way = Way(own.capped, smoothed=own.smoothed, of_entropy=own.of_entropy, quick=quick, **geometry)
-            options: dict[str, Any] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
+            options: dict[str, object] = {"num_warps": max(size * itemsize // 1024, 1), "maxnreg": 64}
             constants = {"way": way, "BLOCKS": blocks}
             options |= {"enable_fp_fusion": not layout.skewed}
             launches[key] = Launch(gradient_kernel, constants, **options), blocks * size
         prepared: tuple[Launch, int] = launches[key]
         return prepared
 
-    def launch(self, name: str, function: Any, constants: dict[str, Any], **options: Any) -> Launch:
+    def launch(self, name: str, function: Kernel, constants: Mapping[str, object], **options: object) -> Launch:
         """Return the launch of a kernel whose constants are the same in all calls of a plan."""
         launches = self.inputs.decisions.launches
         if name not in launches:
@@ -296,8 +299,8 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
     waiting: Tensor | None = None
     for grad in scaled:
         if not is_dense(grad):
-            for some in placed(Block(grad, grad=grad)):
-                _scale_rows(some.logits, some.rows, some.number, some.logits.shape[-1], None, upstream, deferred)
+            for piece in placed(Block(grad, grad=grad)):
+                _scale_rows(piece.logits, piece.rows, piece.number, piece.logits.shape[-1], None, upstream, deferred)
         elif waiting is None:
             waiting = grad
         else:
@@ -309,7 +312,13 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
 
 
 def _scale_rows(
-    first: Tensor, rows: Strides, count: int, length: int, second: Tensor | None, upstream: Tensor, deferred: Any
+    first: Tensor,
+    rows: Strides,
+    count: int,
+    length: int,
+    second: Tensor | None,
+    upstream: Tensor,
+    deferred: Tensor | None,
 ) -> None:
     """Scale `count` rows of `length` elements, and a second tensor that fills its memory, in one launch."""
     more = 0 if second is None else second.numel()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.divergence_terms import divergence_terms
-from xent.backends.torch.contract import Block
+from xent.backends.torch.contract import Block, Coefficients
 from xent.backends.torch.portable.facts import Facts, tolerance
 from xent.backends.torch.portable.rows import activate, times
 from xent.core.call import Dense, Options, TopK
@@ -28,7 +28,7 @@ SECOND = ("divergence", "pull")
 class TeacherRows:
     """R rows of a divergence: logits (R, C) of the student, and what the teacher knows of them."""
 
-    _made: Any = None
+    _terms: Any = None
     """The terms of the second fold, for the gradient."""
 
     def __init__(self, facts: Facts, block: Block) -> None:
@@ -59,22 +59,22 @@ class TeacherRows:
     def fold(self) -> dict[str, Tensor]:
         """Return the sums (R,) of the first fold by name."""
         x, names, options = self._x[""], self._facts.names, self._facts.setting.call.options
-        found = dict[str, Tensor]()
+        sums = dict[str, Tensor]()
         if "teacher_" not in self._x:
             of_ids = x.gather(1, self._ids).masked_fill(self._away, -torch.inf)
-            found = {f"known_{k}": one for k, one in enumerate(of_ids.unbind(1))}
+            sums = {f"known_{k}": known_x for k, known_x in enumerate(of_ids.unbind(1))}
         elif options.kind == "tv" or options.beta != 0:
-            found["teacher_top"] = self._x["teacher_"].gather(1, x.argmax(-1, keepdim=True))[:, 0]
+            sums["teacher_top"] = self._x["teacher_"].gather(1, x.argmax(-1, keepdim=True))[:, 0]
         else:
-            found["teacher_top"] = x.new_zeros(len(x))
-        for side, values in self._x.items():
+            sums["teacher_top"] = x.new_zeros(len(x))
+        for side, side_x in self._x.items():
             if side + "peak" in names:
-                peak = found[side + "peak"] = values.amax(-1).clamp(min=torch.finfo(x.dtype).min)
+                peak = sums[side + "peak"] = side_x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
                 away, e = self._relative(side, peak)
-                found[side + "rest"] = e.sum(-1)
+                sums[side + "rest"] = e.sum(-1)
                 if not side and "mixed" in names:
-                    found["mixed"] = times(e, away).sum(-1)
-        return found
+                    sums["mixed"] = times(e, away).sum(-1)
+        return sums
 
     def refold(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums of the second fold, from those of the first one over all classes.
@@ -94,21 +94,21 @@ class TeacherRows:
             of_top = sums["teacher_top"][:, None] - peak_q
             v = v - divergence_terms(torch, options, 1 / rest, of_top.exp() / rest_q, 0, of_top - norms)[1]
             pull = times(p, v).sum(-1)
-        self._made = p, q, v, factor
+        self._terms = p, q, v, factor
         return {"divergence": cost.sum(-1), "pull": pull}
 
-    def gradient(self, made: dict[str, Tensor]) -> None:
+    def gradient(self, coefficients: dict[str, Tensor]) -> None:
         """Write the gradient of raw logits from the coefficients of `finish_divergence`."""
         facts, grad = self._facts, self._grad
         assert grad is not None
         if "teacher_" in self._x:
-            if self._made is None:
-                self.refold(made)
-            p, q, v, factor = cast(Any, self._made)
-            derivative = p - q if v is None else times(p, made["pull"][:, None] - v) * factor
+            if self._terms is None:
+                self.refold(coefficients)
+            p, q, v, factor = cast(Any, self._terms)
+            derivative = p - q if v is None else times(p, coefficients["pull"][:, None] - v) * factor
         else:
-            derivative = self._relative("others_", made["others_peak"])[1].mul_(made["others"][:, None])
-            derivative.scatter_add_(1, self._ids, made["of_ids"].masked_fill(self._away, 0))
+            derivative = self._relative("others_", coefficients["others_peak"])[1].mul_(coefficients["others"][:, None])
+            derivative.scatter_add_(1, self._ids, coefficients["of_ids"].masked_fill(self._away, 0))
         derivative *= (facts.scale * facts.activation.logit_scale)[:, None]
         if self._slope is not None:
             derivative *= self._slope
@@ -117,15 +117,15 @@ class TeacherRows:
         grad.copy_(derivative)
 
 
-def finish_divergence(facts: Facts, sums: dict[str, Tensor], _: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def finish_divergence(facts: Facts, sums: dict[str, Tensor], _: bool) -> tuple[dict[str, Tensor], Coefficients]:
     """Return the results of rows with these sums, and the coefficients of the gradient."""
     target = facts.setting.call.target
     if isinstance(target, TopK):
         sums = sums | _cells(facts.setting.call.options, target, facts.log_probs, sums)
-    found = {"loss": sums["divergence"] * facts.weight}
+    results = {"loss": sums["divergence"] * facts.weight}
     if "mixed" in sums:
-        found["entropy"] = sums["rest"].log() - sums["mixed"] / sums["rest"]
-    return found, sums
+        results["entropy"] = sums["rest"].log() - sums["mixed"] / sums["rest"]
+    return results, sums
 
 
 def _cells(options: Options, target: TopK, log_probs: Any, sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ def _cells(options: Options, target: TopK, log_probs: Any, sums: dict[str, Tenso
     dl/dx_c is others e^(x_c - others_peak) for the other classes.
     """
     peak, rest = sums["others_peak"][:, None], sums["others_rest"][:, None]
-    x_k = torch.stack([one for name, one in sums.items() if name.startswith("known")], 1)
+    x_k = torch.stack([column for name, column in sums.items() if name.startswith("known")], 1)
     top = torch.maximum(peak, x_k.amax(-1, keepdim=True))
     log_p = torch.cat((x_k - top, rest.log() + (peak - top)), 1).log_softmax(-1)
     p, log_q = log_p.exp(), log_probs.to(peak.dtype)

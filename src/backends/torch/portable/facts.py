@@ -11,7 +11,7 @@ from xent.backends.torch.contract import Part, Setting, Upstream, smooths, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.refusals import check_targets
 from xent.core.call import Allowed, Classes, Probabilities, Shards, TopK, array_of, dtype_name
-from xent.core.spec import mass_tolerance
+from xent.core.spec import Scalar, mass_tolerance
 from xent.core.validate import check_top_k
 
 __all__ = [
@@ -57,7 +57,7 @@ class Facts:
     """(N,) int64, in shards: see `xent.backends.torch.shards.checks.row_checks`."""
     class_weight: Tensor | None = None
     """(C,) of this rank's classes."""
-    divisor: Any = 1
+    divisor: Scalar = 1
     """0-d or a number: the divisor of "mean", inf for 0; 1 for the other reductions."""
     ignored: Tensor | None = None
     """(N,) bool: rows without a target; None if it is known that there are none, as below."""
@@ -72,7 +72,7 @@ class Facts:
 
     def __init__(self, setting: Setting) -> None:
         """Gather the facts of all rows of a call."""
-        call, dtype, count, given = setting.call, wide(setting.compute), setting.count, setting.upstream
+        call, dtype, count, upstream = setting.call, wide(setting.compute), setting.count, setting.upstream
         target, options, (scale, softcap, temperature) = call.target, call.options, call.activation
         self.setting, self.activation, self.dtype, self.names = setting, call.activation, dtype, setting.columns
         self.rooms: dict[str, Tensor] = {}
@@ -124,33 +124,36 @@ class Facts:
             size = F.pad((whole.abs() + others * weight.abs()).nan_to_num(), (0, 1)).amax() * slope
             size = torch.where(size == 0, 1, size)
             self.scale, self.deferred = self.weight / size, size / self.divisor
-        if given is not None:
-            self.scale = torch.zeros_like(self.scale) if given.loss is None else self.scale * given.loss.to(dtype)
-            of_stats = given._replace(loss=None)
+        if upstream is not None:
+            self.scale = torch.zeros_like(self.scale) if upstream.loss is None else self.scale * upstream.loss.to(dtype)
+            of_stats = upstream._replace(loss=None)
             if any(gradient is not None for gradient in of_stats):
                 # Rows with weight 0 in the loss still have statistics, which have gradients.
                 self.scale, self.excluded = masked(self.scale, self.excluded, 0), self.ignored
                 self.upstream = Upstream(
-                    *[None if one is None else masked(one.to(dtype), self.invalid, torch.nan) for one in of_stats]
+                    *[
+                        None if gradient is None else masked(gradient.to(dtype), self.invalid, torch.nan)
+                        for gradient in of_stats
+                    ]
                 )
 
     def rows(self, index: Index) -> "Facts":
         """Return the facts of some rows of the call."""
         if isinstance(index, slice) and index.stop - index.start == self.setting.count:
             return self
-        some = copy(self)
-        some.index, some.upstream = index, Upstream(*[at(one, index) for one in self.upstream])
-        some.activation = self.activation._replace(temperature=at(self.activation.temperature, index))
+        selected = copy(self)
+        selected.index, selected.upstream = index, Upstream(*[at(gradient, index) for gradient in self.upstream])
+        selected.activation = self.activation._replace(temperature=at(self.activation.temperature, index))
         for name in _OF_ROWS:
-            setattr(some, name, at(getattr(self, name), index))
-        return some
+            setattr(selected, name, at(getattr(self, name), index))
+        return selected
 
     def invalidate(self, index: Index, wrong: Tensor) -> None:
         """Make loss and gradient NaN in those of some rows of the call that are `wrong`, (R,) bool."""
         whole = torch.zeros(self.setting.count, dtype=torch.bool, device=wrong.device)
         whole[index] = wrong
         self.invalid = whole if self.invalid is None else self.invalid | whole
-        self.weight, self.scale = (one.masked_fill(whole, torch.nan) for one in (self.weight, self.scale))
+        self.weight, self.scale = (array.masked_fill(whole, torch.nan) for array in (self.weight, self.scale))
         for name in ("ignored", "excluded"):
             mask = getattr(self, name)
             setattr(self, name, None if mask is None else mask & ~whole)
@@ -171,7 +174,7 @@ class Facts:
         if isinstance(target, Allowed):
             # Invalid offsets must not cause reads out of bounds.
             classes, most = target.classes.to(torch.int64), len(target.classes)
-            begin, end = (one.to(torch.int64).clamp(0, most) for one in (target.begin, target.end))
+            begin, end = (offsets.to(torch.int64).clamp(0, most) for offsets in (target.begin, target.end))
             self.classes, self.begin, self.end = classes, begin, end
             self.longest = int((end - begin).max()) if len(ids) else 0
             before = F.pad(((classes < 0) | (classes >= vocabulary)).cumsum(0), (1, 0))
@@ -197,14 +200,14 @@ def index_of(part: Part, start: int, stop: int) -> Index:
     return slice(part.start + start, part.start + stop) if part.rows is None else part.rows[start:stop]
 
 
-def at(values: Any, index: Index) -> Any:
+def at(array: Any, index: Index) -> Any:
     """Return the values (N, ...) of some rows; None for None."""
-    return None if values is None else values[index]
+    return None if array is None else array[index]
 
 
-def masked(values: Tensor, mask: Tensor | None, fill: Any) -> Tensor:
+def masked(array: Tensor, mask: Tensor | None, fill: float) -> Tensor:
     """Return the values with `fill` in places of a mask; None for a mask of no places."""
-    return values if mask is None else values.masked_fill(mask, fill)
+    return array if mask is None else array.masked_fill(mask, fill)
 
 
 def nonempty(mask: Tensor) -> Tensor | None:
@@ -215,16 +218,16 @@ def nonempty(mask: Tensor) -> Tensor | None:
 def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
     """Return the class weight of each target, (N,), which in shards one rank has; 0 for targets that are no class."""
     local = ids if shards is None else ids - (shards.first or 0)
-    here = (local >= 0) & (local < len(weight))
-    found = F.pad(weight, (0, 1))[torch.where(here, local, len(weight))]
+    owned = (local >= 0) & (local < len(weight))
+    gathered = F.pad(weight, (0, 1))[torch.where(owned, local, len(weight))]
     if shards is not None:
         from xent.backends.torch.shards.collectives import add_up
 
-        found = add_up(found, shards.group).wait()
-    return found
+        gathered = add_up(gathered, shards.group).wait()
+    return gathered
 
 
-def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[Any, Any]:
+def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[Scalar, Scalar]:
     """Return o and s, numbers or 0-d: s a_i (w_y + o) is the size of a row's gradient, without 1/D.
 
     o is for label smoothing, class probabilities and z-loss, s for the logit scale. lse is not known yet: with 4 zeta
@@ -232,7 +235,7 @@ def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[A
     """
     options, target, scale = setting.call.options, setting.call.target, setting.call.activation.logit_scale
     others = 4 * options.z_loss
-    smoothing: Any = 1 if isinstance(target, Probabilities) else options.label_smoothing
+    smoothing: Scalar = 1 if isinstance(target, Probabilities) else options.label_smoothing
     if class_weight is not None and smooths(smoothing):
         heaviest = F.pad(class_weight.abs(), (0, 1)).amax()
         if setting.call.shards is not None:
@@ -257,9 +260,9 @@ def impossible(teacher: TopK, setting: Setting, ignored: Tensor) -> Tensor:
     ids, log_q = teacher.ids.to(torch.int64), teacher.log_probs.to(wide(setting.compute))
     if looks_at_targets(ids.device):
         shape = (*array_of(setting.call).shape[:-1], ids.shape[1])
-        given = [values.reshape(shape).cpu().numpy() for values in (ids, log_q)]
+        arrays = [array.reshape(shape).cpu().numpy() for array in (ids, log_q)]
         used = ~ignored.view(shape[:-1]).cpu().numpy()
-        check_top_k(given[0], given[1], used, teacher.tail, dtype_name(teacher.log_probs), setting.vocabulary)
+        check_top_k(arrays[0], arrays[1], used, teacher.tail, dtype_name(teacher.log_probs), setting.vocabulary)
         return torch.zeros_like(ignored)
     known = log_q != -torch.inf
     outside = known & ((ids < 0) | (ids >= setting.vocabulary))
@@ -267,5 +270,5 @@ def impossible(teacher: TopK, setting: Setting, ignored: Tensor) -> Tensor:
     ordered = torch.where(known, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(-1).values
     mass = log_q.exp().sum(-1)
     wrong = outside.any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1) | ~(mass <= 1 + tolerance(teacher))
-    found: Tensor = (wrong | ((mass == 0) & (teacher.tail == "renormalize"))) & ~ignored
-    return found
+    rejected: Tensor = (wrong | ((mass == 0) & (teacher.tail == "renormalize"))) & ~ignored
+    return rejected

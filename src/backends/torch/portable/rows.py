@@ -20,10 +20,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, smooths
-from xent.backends.torch.memory import Rows, row_sum, span
+from xent.backends.torch.contract import Block, Coefficients, smooths
+from xent.backends.torch.memory import RowView, row_sum, span
 from xent.backends.torch.portable.facts import Facts, masked
 from xent.core.call import Activation, Probabilities
+from xent.core.spec import Scalar
 
 __all__ = ["LogitRows", "activate", "ordered", "probabilities", "times"]
 
@@ -33,42 +34,42 @@ _LEAST_PART = 2.0**-16  # of the probability, which they have then: x is at most
 _LOWEST = -1000.0  # e^x is 0 far above; 0 times infinity would be NaN
 
 
-def activate(x: Tensor, activation: Activation, wanted: bool = False) -> Tensor | None:
-    """Replace logits by x, in place. Return 1 - tanh^2 if it is `wanted`, or None without a softcap.
+def activate(x: Tensor, activation: Activation, needs_slope: bool = False) -> Tensor | None:
+    """Replace logits by x, in place. With `needs_slope` and a softcap return 1 - tanh^2, else None.
 
     x is (R,) or (R, C), a temperature (R,).
     """
     scale, cap, temperature = activation
     if isinstance(scale, Tensor) or scale != 1:
         x.mul_(scale)
-    made = None
+    slope = None
     if cap is not None:
         x.div_(cap).tanh_()
-        made = x.square().neg_().add_(1) if wanted else None
+        slope = x.square().neg_().add_(1) if needs_slope else None
         x.mul_(cap)
     if temperature is not None:
         x.div_(temperature if x.dim() == 1 else temperature[:, None])
-    return made
+    return slope
 
 
-def ordered(z: Tensor, scale: Any) -> Tensor:
+def ordered(z: Tensor, scale: Scalar) -> Tensor:
     """Return raw logits in the order of scale * z."""
     if isinstance(scale, Tensor) or scale <= 0:
         return times(torch.as_tensor(scale, device=z.device).sign(), z)
     return z
 
 
-def times(weights: Any, values: Tensor) -> Tensor:
+def times(weights: Scalar, array: Tensor) -> Tensor:
     """Return weights * values, and 0 where the weight is 0, even if the value is infinite."""
     if isinstance(weights, Tensor):
-        return (weights * values).masked_fill(weights == 0, 0)
-    return torch.zeros_like(values) if weights == 0 else values if weights == 1 else values * weights
+        return (weights * array).masked_fill(weights == 0, 0)
+    return torch.zeros_like(array) if weights == 0 else array if weights == 1 else array * weights
 
 
 def probabilities(facts: Facts) -> Tensor:
     """Return the target probabilities of rows, (R, C), in the caller's dtype."""
-    values = Rows(cast(Probabilities, facts.setting.call.target).probs)
-    return values[facts.index if facts.order is None else facts.order.clamp(min=0)]
+    view = RowView(cast(Probabilities, facts.setting.call.target).probs)
+    return view[facts.index if facts.order is None else facts.order.clamp(min=0)]
 
 
 class LogitRows:
@@ -76,15 +77,15 @@ class LogitRows:
 
     _place: Any = None
     """(R, 1): the column of the target. None if the targets are no classes."""
-    _elsewhere: Any = None
+    _elsewhere: Tensor | None = None
     """(R,) bool: rows whose target is not among these classes; None if there are none."""
-    _outside: Any = None
+    _outside: Tensor | None = None
     """(R, C) bool: the classes that are not in the support of a row."""
     _e: Any = None
     """(R, C): e^(x - peak) without the target, divided by `_factor`; `_away`: x - peak; `_slope`: 1 - tanh^2."""
-    _factor: Any = None
+    _factor: Tensor | None = None
     _away: Any = None
-    _slope: Any = None
+    _slope: Tensor | None = None
 
     def __init__(self, facts: Facts, block: Block) -> None:
         self._facts, width, first = facts, block.logits.shape[1], facts.setting.first
@@ -107,51 +108,52 @@ class LogitRows:
         peak = self._exponentiate(keeps)
         away, e = self._away, self._e
         self._put(e, 0.0)
-        found: dict[str, Any] = {"peak": peak, "rest": row_sum(e)}
+        sums: dict[str, Tensor] = {"peak": peak, "rest": row_sum(e)}
         if "key" in names:
-            found["key"], found["place"] = self._largest(z, facts.activation.logit_scale)
+            sums["key"], sums["place"] = self._largest(z, facts.activation.logit_scale)
         if "squares" in names:
-            found["squares"] = row_sum(e.square())
+            sums["squares"] = row_sum(e.square())
         if "deficit" in names:
             # The mean is a small difference of the peak and this sum: in float64 the sum adds no error of its own.
             deficit = masked(away, outside, 0)
-            found["deficit"] = -deficit.sum(-1, dtype=torch.float64).to(facts.dtype)
+            sums["deficit"] = -deficit.sum(-1, dtype=torch.float64).to(facts.dtype)
             whole = torch.full_like(peak, z.shape[1])
-            found["counted"] = whole if outside is None else whole - outside.sum(-1)
+            sums["counted"] = whole if outside is None else whole - outside.sum(-1)
         if place is None:
-            given, share = self._shares()
-            found["cost"], found["mass"] = -row_sum(times(share, away)), row_sum(share)
+            q, share = self._shares()
+            sums["cost"], sums["mass"] = -row_sum(times(share, away)), row_sum(share)
             if "surprise" in names:
-                found["surprise"], found["given"] = -row_sum(times(given, away)), row_sum(given)
+                sums["surprise"], sums["given"] = -row_sum(times(q, away)), row_sum(q)
             if "likely" in names:
-                found["likely"], found["truth"] = self._largest(given, 1)
+                sums["likely"], sums["truth"] = self._largest(q, 1)
         else:
             z_y = (z.gather(1, place)[:, 0] if self._exact is None else self._exact).to(facts.dtype)
             if outside is not None:
                 z_y = z_y.masked_fill(outside.gather(1, place)[:, 0], -torch.inf)
-            found["target"] = z_y if self._elsewhere is None else z_y.masked_fill(self._elsewhere, 0)
+            sums["target"] = z_y if self._elsewhere is None else z_y.masked_fill(self._elsewhere, 0)
             if keeps:
                 self._put(away, 0.0)
             weight = facts.class_weight
             if weight is not None or "below" in names:
                 w_y = torch.ones_like(peak) if weight is None else weight[place[:, 0]]
-                found["row_weight"] = masked(w_y, self._elsewhere, 0)
+                sums["row_weight"] = masked(w_y, self._elsewhere, 0)
             if "below" in names:
-                found["below"] = -row_sum(times(self._shares()[1], away))
-                found["weights"] = (z.shape[1] if weight is None else weight.sum()) - found["row_weight"]
+                sums["below"] = -row_sum(times(self._shares()[1], away))
+                sums["weights"] = (z.shape[1] if weight is None else weight.sum()) - sums["row_weight"]
         if "mixed" in names:
-            found["mixed"] = row_sum(away.clamp_(min=_LOWEST).mul_(e))
+            sums["mixed"] = row_sum(away.clamp_(min=_LOWEST).mul_(e))
         if self._factor is not None:
-            for name in found.keys() & {"rest", "mixed", "squares"}:
-                found[name] *= self._factor.square() if name == "squares" else self._factor
-        return found
+            for name in sums.keys() & {"rest", "mixed", "squares"}:
+                sums[name] *= self._factor.square() if name == "squares" else self._factor
+        return sums
 
-    def gradient(self, made: dict[str, Any]) -> None:
+    def gradient(self, coefficients: Coefficients) -> None:
         """Write the gradient with respect to the logits (R, C), whose memory may be that of the logits."""
-        grad, alpha, beta, share, given = self._grad, made["alpha"], made["beta"], made["share"], made["given"]
+        grad, alpha, beta = self._grad, coefficients["alpha"], coefficients["beta"]
+        share, q_factor = coefficients["share"], coefficients["given"]
         assert grad is not None
         if self._e is None:
-            self._exponentiate(beta is not None, made["peak"])
+            self._exponentiate(beta is not None, coefficients["peak"])
         e = cast(Any, self._e)
         if self._factor is not None:
             alpha, beta = alpha * self._factor, None if beta is None else beta * self._factor
@@ -163,14 +165,14 @@ class LogitRows:
         if share is not None:
             q, shares = self._shares()
             g.sub_(share[:, None] * shares)
-            if given is not None:
-                g.sub_(given[:, None] * q)
-        if made["at_target"] is not None:
-            self._put(g, made["at_target"][:, None])
+            if q_factor is not None:
+                g.sub_(q_factor[:, None] * q)
+        if coefficients["at_target"] is not None:
+            self._put(g, coefficients["at_target"][:, None])
         if self._slope is not None:
             g.mul_(self._slope)
-        if made["zero"] is not None:
-            g.masked_fill_(made["zero"][:, None], 0)
+        if coefficients["zero"] is not None:
+            g.masked_fill_(coefficients["zero"][:, None], 0)
         if self._of_target is not None:
             self._of_target.copy_(masked(g.gather(1, self._place)[:, 0], self._elsewhere, 0))
             self._put(g, 0.0)
@@ -232,27 +234,27 @@ class LogitRows:
 
         For class indices, return None and the class weights, (C,) or 1.
         """
-        facts, given, share = self._facts, None, self._facts.class_weight
+        facts, probs, share = self._facts, None, self._facts.class_weight
         if facts.target is None:
-            given, smoothing = probabilities(facts).to(facts.dtype), facts.setting.call.options.label_smoothing
-            q = given * (1 - smoothing) + smoothing / facts.setting.vocabulary if smooths(smoothing) else given
+            probs, smoothing = probabilities(facts).to(facts.dtype), facts.setting.call.options.label_smoothing
+            q = probs * (1 - smoothing) + smoothing / facts.setting.vocabulary if smooths(smoothing) else probs
             share = q if share is None else q * share
-        return given, 1 if share is None else share
+        return probs, 1 if share is None else share
 
-    def _largest(self, values: Tensor, scale: Any) -> tuple[Tensor, Tensor]:
+    def _largest(self, array: Tensor, scale: Scalar) -> tuple[Tensor, Tensor]:
         """Return the largest of values (R, C), in the order of scale * values, and the first class that has it.
 
         NaN is the largest number. Without a logit above -inf in its support, the prediction of a row is class 0.
         """
-        key, place = masked(ordered(values, scale), self._outside, -torch.inf).max(-1)
+        key, place = masked(ordered(array, scale), self._outside, -torch.inf).max(-1)
         return key.to(self._facts.dtype), place + self._facts.setting.first
 
-    def _put(self, values: Tensor, other: Tensor | float) -> None:
+    def _put(self, array: Tensor, other: Tensor | float) -> None:
         """Replace the target's value in rows whose target is among these classes."""
         if self._place is not None:
             if self._elsewhere is not None:
-                other = torch.where(self._elsewhere[:, None], values.gather(1, self._place), other)
-            values.scatter_(1, self._place, other)
+                other = torch.where(self._elsewhere[:, None], array.gather(1, self._place), other)
+            array.scatter_(1, self._place, other)
 
     def _room(self, name: str) -> Tensor:
         """Return memory (R, C): that of the gradient for e, if it is free; or one that all blocks share.

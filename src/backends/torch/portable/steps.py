@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Setting, Steps, partitioned, smooths
+from xent.backends.torch.contract import STEPS, Block, Coefficients, Loaded, Part, Setting, Steps, partitioned, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import block_rows, logit_blocks
@@ -31,6 +31,7 @@ from xent.backends.torch.portable.facts import Facts, Index, at, index_of, maske
 from xent.backends.torch.portable.rows import LogitRows, activate, times
 from xent.backends.torch.shards.checks import range_check, row_checks
 from xent.core.call import Dense, TopK
+from xent.core.spec import Scalar
 
 __all__ = ["PortableSteps", "finish", "is_largest", "merge", "pack"]
 
@@ -68,15 +69,15 @@ class PortableSteps(Steps):
 
     def select(self, source: Any, part: Part) -> Loaded:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
-        facts, setting, hidden, found = self.facts.rows(part.indices), self.setting, source.select(part), None
+        facts, setting, hidden, target_logits = self.facts.rows(part.indices), self.setting, source.select(part), None
         trained = hidden if facts.excluded is None else hidden.masked_fill(facts.excluded[:, None], 0)
         if facts.target is not None and source.compute.itemsize == 2 and setting.width and source.weight is not None:
             local = facts.target - setting.first
             place = local.clamp(0, setting.width - 1)
-            found = (hidden.float() * source.weight[place].float()).sum(-1)
-            found = found if source.bias is None else found + source.bias[place]
-            found = found.masked_fill(local != place, 0)
-        return Loaded(part, hidden, trained, found)
+            target_logits = (hidden.float() * source.weight[place].float()).sum(-1)
+            target_logits = target_logits if source.bias is None else target_logits + source.bias[place]
+            target_logits = target_logits.masked_fill(local != place, 0)
+        return Loaded(part, hidden, trained, target_logits)
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Fold and finish rows, and write their gradients from the exponentials of the fold."""
@@ -85,9 +86,9 @@ class PortableSteps(Steps):
             sums = rows.fold()
             if isinstance(self.setting.call.target, Dense):
                 sums |= rows.refold(sums)
-            made = self._finish(facts, sums, piece.grad is not None, saved)
+            coefficients = self._finish(facts, sums, piece.grad is not None, saved)
             if piece.grad is not None:
-                rows.gradient(made)
+                rows.gradient(coefficients)
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
@@ -95,12 +96,12 @@ class PortableSteps(Steps):
         names = SECOND if self.met else tuple([name for name in self.facts.names if name not in ("check", "range")])
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
-                some = self._kind(facts, piece)
-                found: Any = some.refold(_of(self.met, rows, part)) if self.met else some.fold()
+                logit_rows = self._kind(facts, piece)
+                named_sums: Any = logit_rows.refold(_of(self.met, rows, part)) if self.met else logit_rows.fold()
             else:
                 least, like = torch.finfo(sums.dtype).min, sums[0, : len(piece.logits)]
-                found = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
-            sums[: len(names), rows.start - block.start : rows.stop - block.start] = pack(names, found)
+                named_sums = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
+            sums[: len(names), rows.start - block.start : rows.stop - block.start] = pack(names, named_sums)
         if compares:
             self.write_checks(block, part, sums)
 
@@ -120,11 +121,11 @@ class PortableSteps(Steps):
         """Merge both normalizers of the rows of a part."""
         self.met = self._merged(sums, part)
 
-    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
+    def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Coefficients:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
         merged = merge(SECOND, sums) | self.met if self.met else self._merged(sums, part)
         self.met = {}
-        return self._finish(self.facts.rows(part.indices), merged, wanted, saved)
+        return self._finish(self.facts.rows(part.indices), merged, needs_gradient, saved)
 
     def _merged(self, packed: Tensor, part: Part) -> dict[str, Tensor]:
         """Merge the sums of a part, and compare what must be equal on all ranks.
@@ -145,7 +146,7 @@ class PortableSteps(Steps):
             refuse_different(setting.call, setting.count, setting.needs)
         return merged
 
-    def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
+    def gradient(self, block: Block, part: Part, coefficients: Coefficients) -> None:
         """Write the gradient of a block's logits."""
         for piece, rows, facts in self._pieces(block, part):
             if piece.grad is not None and piece.logits.shape[1]:
@@ -155,22 +156,24 @@ class PortableSteps(Steps):
         """Return the loss and the statistics."""
         return [self._result(name) for name in ("loss", *self.setting.call.options.stats)]
 
-    def record(self, found: dict[str, Tensor], index: Index) -> None:
+    def record(self, results: dict[str, Tensor], index: Index) -> None:
         """Record the results (R,) of some rows; those of rows that are never recorded are 0."""
-        if isinstance(index, slice) and len(found["loss"]) == self.setting.count:
-            self.recorded |= found
+        if isinstance(index, slice) and len(results["loss"]) == self.setting.count:
+            self.recorded |= results
             return
-        for name, values in found.items():
-            self.recorded.setdefault(name, values.new_zeros(self.setting.count))[index] = values
+        for name, per_row in results.items():
+            self.recorded.setdefault(name, per_row.new_zeros(self.setting.count))[index] = per_row
 
-    def _finish(self, facts: Facts, sums: dict[str, Tensor], wanted: bool, saved: Tensor | None) -> dict[str, Any]:
+    def _finish(
+        self, facts: Facts, sums: dict[str, Tensor], needs_gradient: bool, saved: Tensor | None
+    ) -> Coefficients:
         """Record the results of rows in a forward pass, save their sums, and return the gradient's coefficients."""
-        found, made = (finish if self.saves else finish_divergence)(facts, sums, wanted)
+        results, coefficients = (finish if self.saves else finish_divergence)(facts, sums, needs_gradient)
         if self.setting.upstream is None:
-            self.record(found, facts.index)
+            self.record(results, facts.index)
         if saved is not None:
             saved[:, facts.index] = pack(self.facts.names, sums)
-        return made
+        return coefficients
 
     def _result(self, name: str) -> Any:
         """Return the loss or a statistic; those per row as (N,)."""
@@ -188,15 +191,15 @@ class PortableSteps(Steps):
         if name not in recorded:
             kind = torch.int64 if name in ("predictions", "truth") else facts.dtype
             recorded[name] = torch.zeros(count, dtype=kind, device=facts.weight.device)
-        values, summed = recorded[name], name in ("loss", "z_loss")
+        per_row, summed = recorded[name], name in ("loss", "z_loss")
         if name == "nll":
-            values = masked(values, facts.invalid, torch.nan)
+            per_row = masked(per_row, facts.invalid, torch.nan)
         absent = facts.excluded if summed else facts.ignored
         if absent is not None:
-            values = values.masked_fill(absent, -1 if name == "predictions" else 0)
+            per_row = per_row.masked_fill(absent, -1 if name == "predictions" else 0)
         if not summed or options.reduction == "none":
-            return values
-        return values.mean() if facts.divisor is count else values.sum() / facts.divisor
+            return per_row
+        return per_row.mean() if facts.divisor is count else per_row.sum() / facts.divisor
 
     def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
         """Yield a block in pieces (R, C) that fit into the caches, their rows relative to the part, and their facts."""
@@ -216,11 +219,11 @@ class PortableSteps(Steps):
         width = max(width + _OF_SUPPORT * self.facts.longest, 1) * (1 if self.saves else _ARRAYS)
         step = block_rows(block.logits, self.facts.dtype, width)
         for first in range(0, max(count, 1), step):
-            some, piece = slice(first, min(first + step, count)), block
+            index, piece = slice(first, min(first + step, count)), block
             if step < count:
                 parts = block.grad, block.target_logits, block.teacher, None, block.target_grad
-                piece = Block(block.logits[some], start + first, 0, *[at(values, some) for values in parts])
-            rows = slice(start + some.start, start + some.stop)
+                piece = Block(block.logits[index], start + first, 0, *[at(field, index) for field in parts])
+            rows = slice(start + index.start, start + index.stop)
             alone = part.rows is None and step >= count == self.setting.count
             yield piece, rows, self.facts if alone else self.facts.rows(index_of(part, rows.start, rows.stop))
 
@@ -243,47 +246,47 @@ def is_largest(name: str) -> bool:
 
 def merge(names: tuple[str, ...], packed: Tensor) -> dict[str, Tensor]:
     """Return the sums (R,) by name of all ranks' sums (ranks, K, R). `range` is off by one where `check` differs."""
-    kind, given = _integers_of(packed), dict(zip(names, packed.unbind(1), strict=True))
-    given |= {name: given[name].view(kind).to(torch.int64, copy=True) for name in _INTEGERS if name in given}
+    kind, by_rank = _integers_of(packed), dict(zip(names, packed.unbind(1), strict=True))
+    by_rank |= {name: by_rank[name].view(kind).to(torch.int64, copy=True) for name in _INTEGERS if name in by_rank}
     if len(packed) == 1:
-        return {name: one[0] for name, one in given.items()}
-    found = {name: one.amax(0) for name, one in given.items() if is_largest(name)}
+        return {name: sums[0] for name, sums in by_rank.items()}
+    merged = {name: sums.amax(0) for name, sums in by_rank.items() if is_largest(name)}
     for side in ("", "teacher_", "others_"):
-        if side + "peak" not in given:
+        if side + "peak" not in by_rank:
             continue
         # Sums relative to the peak of a rank become sums relative to the peak of all.
-        growth = found[side + "peak"] - given[side + "peak"]
-        factors, rest = (-growth).exp(), given[side + "rest"]
-        given[side + "rest"] = rest * factors
+        growth = merged[side + "peak"] - by_rank[side + "peak"]
+        factors, rest = (-growth).exp(), by_rank[side + "rest"]
+        by_rank[side + "rest"] = rest * factors
         if side:
             continue
-        if "mixed" in given:
-            given["mixed"] = factors * (given["mixed"] - growth * rest)
-        if "squares" in given:
-            given["squares"] = factors.square() * given["squares"]
+        if "mixed" in by_rank:
+            by_rank["mixed"] = factors * (by_rank["mixed"] - growth * rest)
+        if "squares" in by_rank:
+            by_rank["squares"] = factors.square() * by_rank["squares"]
         for name, count in _MOVED.items():
-            if name in given:
-                given[name] = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)
+            if name in by_rank:
+                by_rank[name] = by_rank[name] + (by_rank[count] * growth).masked_fill(by_rank[count] == 0, 0)
     for key, place in (("key", "place"), ("likely", "truth")):
-        if key in given:
+        if key in by_rank:
             # The lowest class with the largest key; NaN counts as the largest.
-            wins = (given[key] == found[key]) | (given[key].isnan() & found[key].isnan())
-            found[place] = torch.where(wins, given[place], torch.iinfo(torch.int64).max).amin(0)
-    if "teacher_top" in given:
-        found["teacher_top"] = given["teacher_top"].gather(0, given["peak"].argmax(0, keepdim=True))[0]
-    if "check" in given:
-        found["check"] = given["check"][0]
-        found["range"] = given["range"].sum(0) + (given["check"] != found["check"]).any(0)
-    for name, (total, *others) in given.items():
-        if name not in found:
+            wins = (by_rank[key] == merged[key]) | (by_rank[key].isnan() & merged[key].isnan())
+            merged[place] = torch.where(wins, by_rank[place], torch.iinfo(torch.int64).max).amin(0)
+    if "teacher_top" in by_rank:
+        merged["teacher_top"] = by_rank["teacher_top"].gather(0, by_rank["peak"].argmax(0, keepdim=True))[0]
+    if "check" in by_rank:
+        merged["check"] = by_rank["check"][0]
+        merged["range"] = by_rank["range"].sum(0) + (by_rank["check"] != merged["check"]).any(0)
+    for name, (total, *others) in by_rank.items():
+        if name not in merged:
             for other in others:  # in rank order
                 total = total + other
-            found[name] = total
-    return found
+            merged[name] = total
+    return merged
 
 
-def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the results of R rows with merged sums, and the coefficients of a `wanted` gradient; all (R,), by name.
+def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple[dict[str, Tensor], Coefficients]:
+    """Return the results of R rows with merged sums, and the coefficients of a gradient; all (R,), by name.
 
     The results are losses, and what the statistics need. The coefficients use the upstream gradients in the facts; they
     are None for 0. `zero`: (R,) bool, rows whose gradient is exactly 0, whatever their logits are.
@@ -297,9 +300,9 @@ def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[st
     peak, rest, smoothing, z_loss = sums["peak"], sums["rest"], options.label_smoothing, options.z_loss
     spread, is_class, regular = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
     nll = mass = lse = entropy = beta = beyond = _NONE
-    own: Any = 0
-    loss: Any = 0
-    w_y: Any = 0
+    own: Scalar = 0
+    loss: Scalar = 0
+    w_y: Scalar = 0
     if is_class:
         x_y = sums["target"]
         if not facts.plain:
@@ -325,31 +328,31 @@ def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[st
     if share is not None:
         cost, mass = (share * sums[name] for name in (("below", "weights") if is_class else ("cost", "mass")))
         loss = loss + cost + times(mass, log_sum)
-    found = {name: sums[key] for name, key in (("predictions", "place"), ("truth", "truth")) if key in sums}
-    found["loss"] = facts.weight * loss
+    results = {name: sums[key] for name, key in (("predictions", "place"), ("truth", "truth")) if key in sums}
+    results["loss"] = facts.weight * loss
     if stats or regular:
-        lse = found["lse"] = peak + log_sum
+        lse = results["lse"] = peak + log_sum
     if regular or "z_loss" in stats:
-        found["z_loss"] = z_term = facts.weight * times(z_loss, lse.square())
-        found["loss"] = found["loss"] + z_term
+        results["z_loss"] = z_term = facts.weight * times(z_loss, lse.square())
+        results["loss"] = results["loss"] + z_term
     if "nll" in stats:
-        found["nll"] = nll
+        results["nll"] = nll
     if "mixed" in sums:
         entropy = rest * log_sum - sums["mixed"]
-        entropy = found["entropy"] = (entropy + times(own, nll) if is_class else entropy) / total
+        entropy = results["entropy"] = (entropy + times(own, nll) if is_class else entropy) / total
     if "squares" in sums:
-        found["log_sum_sq_probs"] = (sums["squares"] + own**2).log() - 2 * log_sum
+        results["log_sum_sq_probs"] = (sums["squares"] + own**2).log() - 2 * log_sum
     if "deficit" in sums:
-        found["mean_logit"] = peak - sums["deficit"] / sums["counted"].clamp(min=1)
+        results["mean_logit"] = peak - sums["deficit"] / sums["counted"].clamp(min=1)
     r: Any
     r, (_, of_lse, of_nll, of_entropy) = facts.scale, facts.upstream
     if beyond is not None:
         empty = total == 0
-        found |= {name: found[name].masked_fill(empty, _EMPTY[name]) for name in found.keys() & _EMPTY}
+        results |= {name: results[name].masked_fill(empty, _EMPTY[name]) for name in results.keys() & _EMPTY}
         zero = empty if zero is None else zero | empty
         r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
-    if not wanted:
-        return found, {}
+    if not needs_gradient:
+        return results, {}
     if not facts.plain:
         linear = activation.logit_scale
         linear = linear if activation.temperature is None else linear / activation.temperature
@@ -376,7 +379,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[st
         alpha = alpha - beta * log_sum
         if is_class:
             at_target = at_target - times(own, beta * nll)
-    return found, {
+    return results, {
         "peak": peak,
         "alpha": alpha,
         "beta": beta,
@@ -387,11 +390,11 @@ def finish(facts: Facts, sums: dict[str, Tensor], wanted: bool) -> tuple[dict[st
     }
 
 
-def _of(found: dict[str, Any], rows: slice, part: Part) -> dict[str, Any]:
+def _of(sums: dict[str, Any], rows: slice, part: Part) -> dict[str, Any]:
     """Return values of a part's rows for some of them."""
     if rows == slice(0, part.stop - part.start):
-        return found
-    return {name: None if one is None else one[rows] for name, one in found.items()}
+        return sums
+    return {name: None if per_row is None else per_row[rows] for name, per_row in sums.items()}
 
 
 STEPS["torch"] = PortableSteps

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.core.call import Shards
+from xent.core.spec import Group
 
 __all__ = ["Pending", "Tokens", "add_up", "gather", "tokens_of"]
 
@@ -40,28 +41,28 @@ class Pending(NamedTuple):
         return self.result
 
 
-def gather(values: Tensor, group: Any) -> Pending:
-    """Gather the contiguous `values` of every rank into (ranks, *shape)."""
-    out = values.new_empty((group.size(), *values.shape))
-    if not values.numel():
+def gather(array: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Gather the contiguous `array` of every rank into (ranks, *shape)."""
+    out = array.new_empty((group.size(), *array.shape))
+    if not array.numel():
         return Pending(out)
-    return Pending(out, _gather(out.flatten(0, 1), values, group=group, async_op=True), values)
+    return Pending(out, _gather(out.flatten(0, 1), array, group=group, async_op=True), array)
 
 
-def add_up(values: Tensor, group: Any) -> Pending:
-    """Sum the contiguous `values` over all ranks, in place.
+def add_up(array: Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """Sum the contiguous `array` over all ranks, in place.
 
     If at most one rank has a nonzero value for an element, the sum has the same bits on every rank, in any order.
     """
-    if group is None or not values.numel():
-        return Pending(values)
-    return Pending(values, _reduce(values, group=group, async_op=True), values)
+    if group is None or not array.numel():
+        return Pending(array)
+    return Pending(array, _reduce(array, group=group, async_op=True), array)
 
 
 class Tokens(NamedTuple):
     """The distribution of hidden states (..., D) over the ranks of a group."""
 
-    group: Any
+    group: Group
     """The group that sums the gradient; None if the caller does."""
     axis: int | None
     """The axis that is split, >= 0; None if every rank has all tokens, or there are none."""
@@ -93,12 +94,12 @@ class Tokens(NamedTuple):
             return summed.view(self.shape)
         return summed[: self.shape[self.axis]].movedim(0, self.axis)
 
-    def _cut(self, values: Tensor, pieces: int) -> Tensor:
-        """Return contiguous `values` with the tokens on the first axis, and zeros up to the end of `pieces` pieces."""
+    def _cut(self, array: Tensor, pieces: int) -> Tensor:
+        """Return a contiguous `array` with the tokens on the first axis, and zeros up to the end of `pieces` pieces."""
         assert self.axis is not None
-        values = values.movedim(self.axis, 0)
-        missing = -(-self.length // self.group.size()) * pieces - values.shape[0]
-        return F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)).contiguous()
+        array = array.movedim(self.axis, 0)
+        missing = -(-self.length // self.group.size()) * pieces - array.shape[0]
+        return F.pad(array, (0, 0) * (array.dim() - 1) + (0, missing)).contiguous()
 
 
 def tokens_of(shards: Shards, shape: tuple[int, ...], count: int) -> Tokens:

@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xent.backends.torch.shards.ranges import group_of
 from xent.core.call import Shards, describe
-from xent.core.spec import LinearTeacher, Stats, TopKTeacher, VocabParallel
+from xent.core.describe import Arguments
+from xent.core.spec import Array, LinearTeacher, Stats, TopKTeacher, VocabParallel
 
 __all__ = ["is_cut", "of_linear", "of_logits"]
 
@@ -29,14 +30,14 @@ _ROWS_OF = {TopKTeacher: ("ids", "log_probs"), LinearTeacher: ("input",)}
 """The arrays with one row per token of a teacher that is no array itself."""
 
 
-def is_cut(array: Any, axis: Any) -> bool:
+def is_cut(array: Array, axis: object) -> bool:
     """Return whether an array is a DTensor whose classes, on that axis, are sharded."""
     if not isinstance(array, DTensor) or not isinstance(axis, int) or not array.dim():
         return False
     return any(placement.is_shard(axis % array.dim()) for placement in array.placements)
 
 
-def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str, Any]) -> Any:
+def of_logits(function: Callable[..., Any], logits: DTensor, arguments: Arguments) -> Any:
     """Call a function of logits (..., V) with DTensors."""
     axis = arguments["axis"] % logits.dim()
     cut = _Cut("logits", logits, axis, arguments)
@@ -45,7 +46,7 @@ def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str
     return cut.results(function(logits.to_local(), **own, vocab_parallel=cut.shards(None, True)))
 
 
-def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, arguments: dict[str, Any]) -> Any:
+def of_linear(function: Callable[..., Any], input: Array, weight: DTensor, arguments: Arguments) -> Any:
     """Call a function of hidden states (..., D) and a classifier (V, D) with DTensors."""
     cut, placements, bias = _Cut("linear_weight", weight, 0, arguments), weight.placements, arguments.get("linear_bias")
     for place, placement in enumerate(placements):
@@ -70,7 +71,7 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
 class _Cut:
     """The mesh dimensions over which classes and rows are sharded."""
 
-    def __init__(self, name: str, array: DTensor, axis: int, arguments: dict[str, Any]) -> None:
+    def __init__(self, name: str, array: DTensor, axis: int, arguments: Arguments) -> None:
         """Describe an array with classes on `axis`. `vocab_parallel.size` may say that they end in padding."""
         _check(name, array)
         self.mesh, self.classes, self._arguments = array.device_mesh, array.shape[axis], arguments
@@ -91,9 +92,9 @@ class _Cut:
         step = -(-self.classes // self._group.size())
         self._first = min(self._group.rank() * step, self.classes)
         self._count = min(step, self.classes - self._first)
-        given = arguments.get("vocab_parallel")
-        parallel = given if isinstance(given, VocabParallel) else VocabParallel(given)
-        if given is not None and (
+        argument = arguments.get("vocab_parallel")
+        parallel = argument if isinstance(argument, VocabParallel) else VocabParallel(argument)
+        if argument is not None and (
             group_of(parallel) is not self._group
             or parallel.first not in (None, self._first)
             or parallel.sequence_parallel
@@ -122,7 +123,7 @@ class _Cut:
             if place != self.place and isinstance(placement, Shard) and self.mesh.size(place) > 1:
                 self.rows[place] = row_of(placement.dim)
 
-    def hidden(self, input: Any) -> tuple[Tensor, int | None, bool]:
+    def hidden(self, input: Array) -> tuple[Tensor, int | None, bool]:
         """Return (hidden states, axis along which tokens are split, whether the call sums the gradient over ranks)."""
         others = [place for place in range(self.mesh.ndim) if place != self.place and self.mesh.size(place) > 1]
         if not isinstance(input, DTensor):
@@ -148,7 +149,7 @@ class _Cut:
         placements[self.place] = Partial()
         return input.to_local(grad_placements=placements), None, False
 
-    def own(self, source: Any, axis: int) -> dict[str, Any]:
+    def own(self, source: Array, axis: int) -> Arguments:
         """Return the arguments, with this rank's part of arrays; `axis` is that of the classes of a float target."""
         own = {name: value for name, value in self._arguments.items() if name != "vocab_parallel"}
         of_classes = {"weight": 0, "teacher": axis}
@@ -186,35 +187,41 @@ class _Cut:
         """Return this rank's part of a teacher that is no array."""
         names = _ROWS_OF[type(teacher)]
         parts = {name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in names}
-        wanted = tuple(Shard(0) if place == self.place else Replicate() for place in range(self.mesh.ndim))
+        placements = tuple(Shard(0) if place == self.place else Replicate() for place in range(self.mesh.ndim))
         for name in ("weight", "bias"):
             array = getattr(teacher, name, None)
             if array is None:
                 continue
-            if not isinstance(array, DTensor) or tuple(array.placements) != wanted or array.shape[0] != self.classes:
+            if (
+                not isinstance(array, DTensor)
+                or tuple(array.placements) != placements
+                or array.shape[0] != self.classes
+            ):
                 raise ValueError(
-                    f"{name} of the teacher must be cut like the student, a DTensor with placements {wanted} of "
+                    f"{name} of the teacher must be cut like the student, a DTensor with placements {placements} of "
                     f"{self.classes} classes; got {_placed(array)}"
                 )
             parts[name] = array.to_local()
         return replace(teacher, **parts)
 
-    def _part(self, name: str, array: Tensor, axis: int | None, source: Any) -> Tensor:
+    def _part(self, name: str, array: Tensor, axis: int | None, source: DTensor) -> Tensor:
         """Return this rank's part of an array with classes on `axis`, or None, whose other axes are rows."""
-        wanted: list[Placement] = [Replicate()] * self.mesh.ndim
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
         axis = None if axis is None else axis % array.dim()
         has_rows = array.dim() > (axis is not None)
         if has_rows:
             for place, row in self.rows.items():
-                wanted[place] = Shard(row if axis is None or row < axis else row + 1)
+                placements[place] = Shard(row if axis is None or row < axis else row + 1)
         if axis is not None:
-            wanted[self.place] = Shard(axis)
+            placements[self.place] = Shard(axis)
         if isinstance(array, DTensor):
             _check(name, array)
             cut = axis is not None and not all(placement.is_replicate() for placement in array.placements)
-            if cut and tuple(array.placements) != tuple(wanted):
-                raise ValueError(f"{name} must have placements {tuple(wanted)}, or be whole; got {array.placements}")
-            return array.redistribute(self.mesh, wanted).to_local()
+            if cut and tuple(array.placements) != tuple(placements):
+                raise ValueError(
+                    f"{name} must have placements {tuple(placements)}, or be whole; got {array.placements}"
+                )
+            return array.redistribute(self.mesh, placements).to_local()
         if self.rows and has_rows:
             raise ValueError(
                 f"{name} must be a DTensor like {source.placements}, since rows are in shards too on the dimension "
@@ -229,28 +236,28 @@ class _Cut:
             )
         return array.narrow(axis, self._first, self._count)
 
-    def results(self, made: Any) -> Any:
+    def results(self, local: Any) -> Any:
         """Return the results as DTensors if the target or the teacher's array of rows is one, else as plain tensors."""
         teacher = self._arguments.get("teacher")
         names = _ROWS_OF.get(type(teacher))
         of_rows = getattr(teacher, names[0]) if names else self._arguments.get("target", teacher)
         if not isinstance(of_rows, DTensor):
-            return made
+            return local
         places = range(self.mesh.ndim)
         sums = [Partial() if place in self.rows else Replicate() for place in places]
         rows = [Shard(self.rows[place] + self.lead) if place in self.rows else Replicate() for place in places]
 
-        def placed(values: Any) -> Any:
-            if isinstance(values, Stats):
-                return Stats(**{name: placed(getattr(values, name)) for name in Stats.__dataclass_fields__})
-            if values is None:
+        def placed(array: Any) -> Any:
+            if isinstance(array, Stats):
+                return Stats(**{name: placed(getattr(array, name)) for name in Stats.__dataclass_fields__})
+            if array is None:
                 return None
-            return DTensor.from_local(values, self.mesh, rows if values.dim() else sums, run_check=False)
+            return DTensor.from_local(array, self.mesh, rows if array.dim() else sums, run_check=False)
 
-        return tuple(map(placed, made)) if isinstance(made, tuple) else placed(made)
+        return tuple(map(placed, local)) if isinstance(local, tuple) else placed(local)
 
 
-def _placed(array: Any) -> str:
+def _placed(array: Array) -> str:
     """Return the placements and the shape of an array for error messages."""
     return f"placements {array.placements} of {array.shape}" if isinstance(array, DTensor) else describe(array)
 

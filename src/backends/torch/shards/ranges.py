@@ -26,7 +26,7 @@ from xent.backends.torch import private
 from xent.backends.torch.shards.checks import compared, line_checks, row_checks
 from xent.backends.torch.shards.collectives import gather, tokens_of
 from xent.core.call import Call, Given, Product, Shards, array_of, describe, vocabulary_of
-from xent.core.spec import BackendError, VocabParallel
+from xent.core.spec import BackendError, Group, VocabParallel
 
 __all__ = ["group_of", "named", "ranges_of", "refuse_different"]
 
@@ -38,9 +38,9 @@ _OF_DATA_PARALLELISM = (
 )
 
 
-def group_of(given: Any) -> Any:
+def group_of(argument: Group) -> dist.ProcessGroup:
     """Return the process group of a `vocab_parallel` argument, or raise TypeError or ValueError."""
-    group = given.group if isinstance(given, (VocabParallel, Shards)) else given
+    group = argument.group if isinstance(argument, (VocabParallel, Shards)) else argument
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -82,7 +82,7 @@ def refuse_different(call: Call, count: int, *kind: object) -> NoReturn:
     raise ValueError("the checksums of the ranks differ, although their rows and the ranges of their classes do not")
 
 
-def named(vocab_parallel: Any) -> AbstractContextManager[None]:
+def named(vocab_parallel: Group) -> AbstractContextManager[None]:
     """Return a context in which errors name this rank, as in "rank 1: ...", and keep their type.
 
     Raise TypeError or ValueError if the argument is no process group.
@@ -153,54 +153,54 @@ def _form(value: Any, name: str = "") -> Any:
     if not isinstance(value, tuple):
         return value
     names = getattr(value, "_fields", [""] * len(value))
-    return type(value).__name__, [_form(one, name) for name, one in zip(names, value, strict=True)]
+    return type(value).__name__, [_form(field, name) for name, field in zip(names, value, strict=True)]
 
 
-def _sample(shard: Tensor, wanted: bool) -> Tensor:
-    """Return the bits (_SAMPLES,) int64 of some values of a shard; zeros if not `wanted`."""
+def _sample(shard: Tensor, reads: bool) -> Tensor:
+    """Return the bits (_SAMPLES,) int64 of some values of a shard; zeros if it may not be read (`reads`)."""
     places = torch.arange(_SAMPLES, device=shard.device)
-    if not wanted or not shard.numel():
+    if not reads or not shard.numel():
         return places * 0
     flat = (shard.detach() if shard.is_contiguous() else shard.detach()[..., -1]).reshape(-1)
-    found = flat[places * flat.numel() // _SAMPLES].float()
-    return torch.where(found.isfinite().all(), found, 0).view(torch.int32).long()
+    sampled = flat[places * flat.numel() // _SAMPLES].float()
+    return torch.where(sampled.isfinite().all(), sampled, 0).view(torch.int32).long()
 
 
 def _agree(table: list[_Stated], rank: int) -> tuple[int, int]:
     """Return the first class of this rank and the number of all classes, or raise the same error on all ranks."""
-    one, ranks = table[0], len(table)
-    if any(stated.tokens != one.tokens for stated in table):
+    rank_0, ranks = table[0], len(table)
+    if any(stated.tokens != rank_0.tokens for stated in table):
         counts = ", ".join(f"{stated.tokens} on rank {rank}" for rank, stated in enumerate(table))
         raise ValueError(f"the number of tokens differs between ranks: it is {counts}. {_OF_DATA_PARALLELISM}")
     for other, stated in enumerate(table):
-        if stated.kind != one.kind:
+        if stated.kind != rank_0.kind:
             raise ValueError(
                 f"all ranks must make the same call: rank {other} differs from rank 0 in options, statistics, dtypes, "
                 "the gradients asked for, the width of hidden states or workspace"
             )
-        if stated.size != one.size:
+        if stated.size != rank_0.size:
             raise ValueError(
-                f"vocab_parallel.size must be the same on all ranks: it is {_text(one.size)} on rank 0 and "
+                f"vocab_parallel.size must be the same on all ranks: it is {_text(rank_0.size)} on rank 0 and "
                 f"{_text(stated.size)} on rank {other}"
             )
-        if (stated.first < 0) != (one.first < 0):
+        if (stated.first < 0) != (rank_0.first < 0):
             raise ValueError(
-                f"either all ranks name vocab_parallel.first or none: it is {_text(one.first)} on rank 0 and "
+                f"either all ranks name vocab_parallel.first or none: it is {_text(rank_0.first)} on rank 0 and "
                 f"{_text(stated.first)} on rank {other}"
             )
-    are_whole = one.size > 0 and all(stated.rows >= one.size and stated.first <= 0 for stated in table)
-    are_alike = len(set(one.sample)) > 1 and all(stated == one for stated in table)
+    are_whole = rank_0.size > 0 and all(stated.rows >= rank_0.size and stated.first <= 0 for stated in table)
+    are_alike = len(set(rank_0.sample)) > 1 and all(stated == rank_0 for stated in table)
     if ranks > 1 and (are_whole or are_alike):
         raise ValueError(
-            f"all {ranks} ranks have the same {one.rows} classes: is that the whole vocabulary, or gathered logits, or "
-            "shards that were drawn with one seed? Pass each rank its own shard, or leave out vocab_parallel; if these "
-            f"are shards all the same, say so with xent.VocabParallel(group, size={ranks * one.rows})"
+            f"all {ranks} ranks have the same {rank_0.rows} classes: is that the whole vocabulary, or gathered logits, "
+            "or shards that were drawn with one seed? Pass each rank its own shard, or leave out vocab_parallel; if "
+            f"these are shards all the same, say so with xent.VocabParallel(group, size={ranks * rank_0.rows})"
         )
     firsts = [stated.first for stated in table]
-    if one.first < 0:
+    if rank_0.first < 0:
         firsts = [sum(stated.rows for stated in table[:place]) for place in range(ranks)]
     stops = [first + stated.rows for first, stated in zip(firsts, table, strict=True)]
-    size = max(stops) if one.size < 0 else one.size
+    size = max(stops) if rank_0.size < 0 else rank_0.size
     if size == 0:
         raise ValueError("there must be at least one class, got empty shards on all ranks")
     stop, before = 0, None
@@ -227,7 +227,7 @@ def _text(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _difference(name: str, array: Tensor, group: Any) -> str:
+def _difference(name: str, array: Tensor, group: dist.ProcessGroup) -> str:
     """Return in which ranks an array (N,) or (N, K) of the rows differs from that of rank 0; "" if in none."""
     shown = array.dim() == 1 and name != "support"
     whole = gather((array if shown else line_checks(array)).contiguous(), group).wait()

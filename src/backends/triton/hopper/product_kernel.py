@@ -178,10 +178,10 @@ def _by_lane(x):
 def _rebased(m, s, t, ref, MORE: gl.constexpr):
     """Return sums relative to m, which may be -inf, as sums relative to a reference that is not smaller."""
     m = _finite(m)  # where it was -inf, sums are 0
-    kept = gl.exp2(gl.minimum(m - ref, 0.0) * LOG2E)
+    factor = gl.exp2(gl.minimum(m - ref, 0.0) * LOG2E)
     if MORE:
-        t = kept * (t - (ref - m) * LOG2E * s)
-    return s * kept, t
+        t = factor * (t - (ref - m) * LOG2E * s)
+    return s * factor, t
 
 
 @gluon.jit
@@ -221,12 +221,12 @@ def _consume(
         band, chunk, begin, end = _place(unit, walk)
         first_row = band * (2 * HALF) + HALF_INDEX * HALF
         row = first_row + inside
-        here = row < rows
-        y = gl.load(target + row, mask=here, other=-1)
-        m = gl.load(coefficients + row, mask=here, other=0.0)
-        factor = gl.load(coefficients + rows + row, mask=here, other=0.0) * activation[0]
-        of_target = gl.load(coefficients + 2 * rows + row, mask=here, other=0.0)
-        log_factor = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0) * activation[0]
+        valid = row < rows
+        y = gl.load(target + row, mask=valid, other=-1)
+        m = gl.load(coefficients + row, mask=valid, other=0.0)
+        factor = gl.load(coefficients + rows + row, mask=valid, other=0.0) * activation[0]
+        of_target = gl.load(coefficients + 2 * rows + row, mask=valid, other=0.0)
+        log_factor = gl.load(coefficients + 3 * rows + row, mask=valid, other=0.0) * activation[0]
         line = out + (first_row + stored_rows).to(gl.int64) * (pitch8 * 8)
         if not WRITES:  # the compiler drops the loads
             m = nothing + float("-inf")
@@ -250,10 +250,10 @@ def _consume(
                 if (special != 0) | (first + CLASSES > vocabulary):
                     g = gl.where(c[None, :] == y[:, None], of_target[:, None], g)
                     g = gl.where((c < vocabulary)[None, :] & (y != _DEAD)[:, None], g, 0.0)
-                made = gl.convert_layout(g.to(out.dtype.element_ty), STORED)
+                stored = gl.convert_layout(g.to(out.dtype.element_ty), STORED)
                 at = first + stored_classes
                 mask = (first_row + stored_rows < rows)[:, None] & (at < pitch8 * 8)[None, :]
-                gl.store(line[:, None] + at[None, :], made, mask=mask)
+                gl.store(line[:, None] + at[None, :], stored, mask=mask)
             else:
                 if (special != 0) | (first + CLASSES > vocabulary):
                     others = (c < vocabulary)[None, :] & (c[None, :] != y[:, None])
@@ -263,10 +263,10 @@ def _consume(
             place = out + (chunk * rows + row)
             top = gl.max(m, 1)
             s, t = _rebased(m, s, t, _finite(top)[:, None], MORE)
-            gl.store(place, gl.convert_layout(top, PER_ROW), mask=here)
-            gl.store(place + chunks * rows, gl.convert_layout(gl.sum(s, 1), PER_ROW), mask=here)
+            gl.store(place, gl.convert_layout(top, PER_ROW), mask=valid)
+            gl.store(place + chunks * rows, gl.convert_layout(gl.sum(s, 1), PER_ROW), mask=valid)
             if MORE:
-                gl.store(place + 2 * chunks * rows, gl.convert_layout(gl.sum(t, 1), PER_ROW), mask=here)
+                gl.store(place + 2 * chunks * rows, gl.convert_layout(gl.sum(t, 1), PER_ROW), mask=valid)
 
 
 @gluon.jit(

@@ -54,7 +54,13 @@ _reasons: dict[Variant, str | None] = {}  # why a variant is off, None if it is 
 
 
 def product(
-    variant: Variant, numbers: Any, hidden: Tensor, weight: Tensor, classes: Tensor, coefficients: Any, out: Tensor
+    variant: Variant,
+    numbers: Numbers,
+    hidden: Tensor,
+    weight: Tensor,
+    classes: Tensor,
+    coefficients: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Write sums, or with `coefficients` the gradient of the logits, of hidden states (R, D) to `out`.
 
@@ -90,7 +96,7 @@ def _can_be_copied(matrix: Tensor) -> bool:
     return aligned and 0 < width <= pitch
 
 
-def _descriptor(matrix: Tensor, rows: int) -> Any:
+def _descriptor(matrix: Tensor, rows: int) -> object:
     """Return the copy engine's descriptor of a matrix. Rows of a block are swizzled by 128 bytes in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -135,22 +141,22 @@ def fold_product(steps: Any, source: Classifier, loaded: Loaded, sums: Tensor) -
     bytes_of_row = 4 * kinds * chunks
     step = max(min(workspace or _SUMS_BYTES, _SUMS_BYTES) // bytes_of_row // _BAND, _GROUP) * _BAND
     for start in range(0, len(hidden), step):
-        some = slice(start, start + step)
-        count = len(classes[some])
-        made = hidden.new_empty(kinds, chunks, count, dtype=torch.float32)
-        product(variant, inputs.numbers, hidden[some], weight, classes[some], None, made)
+        row_slice = slice(start, start + step)
+        count = len(classes[row_slice])
+        partial_sums = hidden.new_empty(kinds, chunks, count, dtype=torch.float32)
+        product(variant, inputs.numbers, hidden[row_slice], weight, classes[row_slice], None, partial_sums)
         rows, first, _ = inputs.rows_of(part, start)
         launch(
             join_kernel,
             cdiv(count, _JOINED),
             (
-                *(made, chunks, count, sums[:, some], sums.stride(0), of_targets[some], rows, first),
+                *(partial_sums, chunks, count, sums[:, row_slice], sums.stride(0), of_targets[row_slice], rows, first),
                 *(inputs.ignore_index, setting.first, setting.width, setting.vocabulary),
             ),
             {"columns": columns, "BLOCK": _JOINED, "PARTS": 32},
             num_warps=4,
         )
-        del made  # before the memory of the next sums is allocated
+        del partial_sums  # before the memory of the next sums is allocated
     return True
 
 

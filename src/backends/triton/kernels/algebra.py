@@ -141,15 +141,15 @@ def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
 @triton.jit
 def slope(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
-    found = tl.zeros_like(z) + activation[0]
+    derivative = tl.zeros_like(z) + activation[0]
     if way.capped:
         if way.quick and not EXACT:
             below = _below(z, activation)
-            found = (4 * activation[0]) * tl.fma(-below, below, below)
+            derivative = (4 * activation[0]) * tl.fma(-below, below, below)
         else:
             t = exp(-2 * tl.abs(z * activation[0] / activation[1]))
-            found *= 4 * t / ((1 + t) * (1 + t))
-    return found
+            derivative *= 4 * t / ((1 + t) * (1 + t))
+    return derivative
 
 
 @triton.jit
@@ -240,8 +240,8 @@ def is_given(pointer):
 @triton.jit
 def given_rows(pointer, inside):
     """Return a mask of the rows that have something at a pointer: none of them if it is null."""
-    given = is_given(pointer)
-    return given if inside is None else tl.where(given, inside, False)
+    present = is_given(pointer)
+    return present if inside is None else tl.where(present, inside, False)
 
 
 @triton.jit
@@ -286,9 +286,9 @@ def row_facts(row, inside, rows, ignore_index, limit):
 @triton.jit
 def numbers_of(rows, vocabulary, numbers):
     """Return 1-e, e/V and z-loss: the numbers, or those of `rows.numbers`."""
-    given, smoothing = is_given(rows.numbers), optional(rows.numbers, 0, None, 0.0)
-    keep = tl.where(given, 1 - smoothing, numbers.keep)
-    spread = tl.where(given, smoothing / vocabulary.to(tl.float32), numbers.spread)
+    in_tensor, smoothing = is_given(rows.numbers), optional(rows.numbers, 0, None, 0.0)
+    keep = tl.where(in_tensor, 1 - smoothing, numbers.keep)
+    spread = tl.where(in_tensor, smoothing / vocabulary.to(tl.float32), numbers.spread)
     return keep, spread, optional(rows.numbers, 1, None, numbers.z_loss)
 
 
@@ -330,19 +330,19 @@ def gradient_factor(row, inside, a, invalid, divisor, upstreams):
 
 @triton.jit
 def finish(
-    divisor, row, inside, facts, excluded, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams,
-    numbers, activation, way: tl.constexpr, BARRED: tl.constexpr = False,
+    divisor, row, inside, facts, excluded, r, w_y, z_y, m, sums, e2_y, mean_logit, top_class, q_sums, results,
+    upstreams, numbers, activation, way: tl.constexpr, BARRED: tl.constexpr = False,
 ):  # fmt: skip
     """Record the results of rows. Return factor, log_factor, delta, the gradient of the target's raw logit, and gamma.
 
     The gradient of another class is (e^(x - m) (factor + log_factor log2(e) (x - m)) - delta w) dx/dz.
 
     `sums` are rest, below, W, mixed and squares; `below` and W over all classes; those that no result needs may be 0.
-    `mixed` and `e2_y`, the target's exponent, are in units of log2. `found` is the class of the largest x. `facts` are
+    `mixed` and `e2_y`, the target's exponent, are in units of log2. `top_class` is that of the largest x. `facts` are
     those of `row_facts`, `numbers` those of `numbers_of`. BARRED: a target without probability has no gradient.
 
     With class probabilities q, the loss is a [sum_c w'_c (lse - x_c) + zeta lse^2] for shares w' = w ((1-e) q + e/V).
-    So no class is the target, 1-e is 0, and the shares are the class weights of a smoothing with e/V = 1. `given` are
+    So no class is the target, 1-e is 0, and the shares are the class weights of a smoothing with e/V = 1. `q_sums` are
     sum q (m - x) and sum q, for nll, of which gamma is the upstream gradient: gamma q is left to subtract; or None.
     """
     y, a, ignored, invalid = facts
@@ -368,21 +368,21 @@ def finish(
     far = log_sum - LN2 * ((mixed + times(e_y, tl.maximum(e2_y, FLOOR))) / total)
     entropy = tl.where(sure, near, far)
     square = e_y * e_y
-    one = tl.where(square > 0, square, 1.0)
-    near = log1p(squares / one) - 2 * nll
+    safe_square = tl.where(square > 0, square, 1.0)
+    near = log1p(squares / safe_square) - 2 * nll
     of_squares = tl.where(sure & (square > 0), near, tl.log(squares + square) - 2 * log_sum)
     all_q = 1.0
     surprise = nll
-    if given is not None:
-        all_q = given[1]
-        surprise = all_q * log_sum + given[0]
+    if q_sums is not None:
+        all_q = q_sums[1]
+        surprise = all_q * log_sum + q_sums[0]
     surprise = tl.where(invalid, float("nan"), surprise)
-    right = tl.where((found == y) & ~invalid, 1.0, 0.0)
+    right = tl.where((top_class == y) & ~invalid, 1.0, 0.0)
     loss, z_part = of_mean(a * cost, row, divisor), of_mean(a * squared, row, divisor)
-    made = loss, lse, surprise, entropy, found, right, z_part, of_squares, mean_logit
+    recorded = loss, lse, surprise, entropy, top_class, right, z_part, of_squares, mean_logit
     for index in tl.static_range(9):
         skipped = excluded if index == 0 or index == 6 else ignored  # of the loss and its z-loss
-        record(results[index], row, inside, tl.where(skipped, -1 if index == 4 else 0.0, made[index]))
+        record(results[index], row, inside, tl.where(skipped, -1 if index == 4 else 0.0, recorded[index]))
 
     gamma = r * keep * w_y
     excess = r * 0

@@ -110,7 +110,7 @@ def top_k_kernel(
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
     ENTROPY: tl.constexpr = results.entropy is not None
-    _here, row, ours, place, facts, excluded, factor = begin(
+    _local_row, row, ours, place, facts, excluded, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
@@ -125,8 +125,8 @@ def top_k_kernel(
         own = row * classes + k
         log_q = tl.load(log_probs + own, mask=k < classes, other=-float("inf")).to(tl.float32)
         y = tl.load(ids + own, mask=k < classes, other=0).to(tl.int64)
-        given = log_q != -float("inf")
-        known = given & (y >= 0) & (y < vocabulary)
+        present = log_q != -float("inf")
+        known = present & (y >= 0) & (y < vocabulary)
         z_k = tl.load(source + y, mask=known, other=0.0).to(tl.float32)
         x_k = tl.where(known, activate(z_k, ours[2], way), -float("inf"))
         # If a class is there twice, two entries write their numbers to it, and one of them reads a wrong number.
@@ -137,7 +137,7 @@ def top_k_kernel(
         e_q = tl.exp(log_q.to(tl.float64))  # in float32, GPUs approximate 2^x to two units in the last place
         sum_q = tl.sum(e_q, 0)
         whole = sum_q.to(tl.float32)
-        wrong = (tl.max((given & ((known == 0) | differs)).to(tl.int32), 0) > 0) | ((whole <= 1 + tolerance) == 0)
+        wrong = (tl.max((present & ((known == 0) | differs)).to(tl.int32), 0) > 0) | ((whole <= 1 + tolerance) == 0)
         if renormalized != 0:
             wrong = wrong | (whole == 0)
             e_q /= sum_q
@@ -168,11 +168,11 @@ def top_k_kernel(
         if in_bucket != 0:
             p_left = s * factor_others / total
             log_left = (m_others - m) + (tl.log(s) - log_total)
-            found = tl.sum(tl.where(known, gap(q, p_k, u), 0.0), 0)
-            found += gap(left, p_left, tl.where(left == 0, 0.0, log_left - tl.log(left))) + (mass + left - 1)
+            divergence = tl.sum(tl.where(known, gap(q, p_k, u), 0.0), 0)
+            divergence += gap(left, p_left, tl.where(left == 0, 0.0, log_left - tl.log(left))) + (mass + left - 1)
         else:
-            found = -tl.sum(tl.where(known, q * u, 0.0), 0)
-        record(results.loss, row, None, of_mean(found * a, row, divisors_of(rows)[0]))
+            divergence = -tl.sum(tl.where(known, q * u, 0.0), 0)
+        record(results.loss, row, None, of_mean(divergence * a, row, divisors_of(rows)[0]))
         if ENTROPY:
             surprise = (below + s * (m - m_others)) * factor_others + tl.sum(times(e_k, m - x_k), 0)
             record(results.entropy, row, None, surprise / total + log_total)
@@ -227,7 +227,7 @@ def support_kernel(
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
-    here, row, side, place, facts, excluded, r = begin(
+    local_row, row, side, place, facts, excluded, r = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
         numbers, start, vocabulary, ignore_index, vocabulary, way,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def support_kernel(
         size = tl.minimum(end - own, NOWHERE).to(tl.int32)
         if broken is not None:
             wrong = wrong | (tl.load(broken) != 0)
-        z_y = tl.load(side[0] + y).to(tl.float32) if target_logits is None else tl.load(target_logits + here)
+        z_y = tl.load(side[0] + y).to(tl.float32) if target_logits is None else tl.load(target_logits + local_row)
 
         places = tl.full([BLOCK], -1, tl.int32)  # of the target; NOWHERE if there is an id outside of [0, V)
         for first in range(0, size, BLOCK):
@@ -261,20 +261,20 @@ def support_kernel(
         m, sums, top, _first = row_sums(
             line, first_loads(line, place_y, way), place_y, x_y, (None, None), side[2], way
         )  # fmt: skip
-        rest, _below, mixed, squares, level, _surprise, _mass, _given = sums
-        found = tl.full((), NOWHERE, tl.int64)
+        rest, _below, mixed, squares, level, _surprise, _mass, _all_q = sums
+        top_class = tl.full((), NOWHERE, tl.int64)
         for first in range(0, size if way.predicted else 0, BLOCK):  # the lowest class, not the first entry
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
             z = tl.load(held + own + entry, mask=known, other=0.0)
             largest = (order(z, side[2], way) == top) | (z != z)
-            found = tl.minimum(found, tl.min(tl.where(known & largest, classes, NOWHERE), 0))
+            top_class = tl.minimum(top_class, tl.min(tl.where(known & largest, classes, NOWHERE), 0))
         nan = float("nan")
         rest = tl.where(wrong, nan, rest)  # and with it all results
         level = tl.where(wrong, nan, level / tl.maximum(size, 1))
         factor, log_factor, _delta, g_y, _gamma = finish(
             divisors_of(rows)[0], row, None, facts, excluded, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares),
             exponent(x_y, m, True),
-            level, found, None, results, upstreams, (1.0, 0.0, rest * 0), side[2], way, True,
+            level, top_class, None, results, upstreams, (1.0, 0.0, rest * 0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))

@@ -86,17 +86,17 @@ def begin(
 
     The row of the gradient is that of the logits if there is no gradient.
     """
-    here = tl.program_id(0).to(tl.int64)
-    row = row_at(start + here, None, rows)
+    local_row = tl.program_id(0).to(tl.int64)
+    row = row_at(start + local_row, None, rows)
     facts = row_facts(row, None, rows, ignore_index, limit)
     excluded, r = gradient_factor(row, None, facts[1], facts[3], divisors_of(rows)[1], upstreams)
-    source = logits + position(here, inner, outer, stride, way.grouped)
-    place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
+    source = logits + position(local_row, inner, outer, stride, way.grouped)
+    place = source if grad is None else grad + position(local_row, grad_inner, grad_outer, grad_stride, way.grouped)
     if not way.ragged:
         source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
     activation = activation_of(row, None, rows, numbers)
-    return here, row, (source, vocabulary, activation), place, facts, excluded, r
+    return local_row, row, (source, vocabulary, activation), place, facts, excluded, r
 
 
 @triton.jit
@@ -162,8 +162,8 @@ def _excess(u):
 @triton.jit
 def gap(w, o, u):
     """Return w (e^u - 1 - u) for o = w e^u, and o if w is 0. If u is not small, it is o - w - w u."""
-    found = tl.where(tl.abs(u) < 0.5, w * _excess(u), tl.fma(-w, u, o - w))
-    return tl.where(w == 0, o, found)
+    difference = tl.where(tl.abs(u) < 0.5, w * _excess(u), tl.fma(-w, u, o - w))
+    return tl.where(w == 0, o, difference)
 
 
 @triton.jit
@@ -247,8 +247,8 @@ def _sums(ours, theirs, m_p, m_q, last, way: tl.constexpr, their_way: tl.constex
     _z, x = read(ours, 0, way)
     _t, t = read(theirs, 0, their_way)
     e = exp(x - m_p)
-    some = tl.sum(e, 0)
-    offset = tl.sum(times(e, (t - m_q) - (x - m_p)), 0) / tl.where(some == 0, 1.0, some)
+    first_sum = tl.sum(e, 0)
+    offset = tl.sum(times(e, (t - m_q) - (x - m_p)), 0) / tl.where(first_sum == 0, 1.0, first_sum)
     s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     mean, best_t = s_p, s_p
     best = s_p - float("inf")
@@ -304,15 +304,15 @@ def divergence_kernel(
     FORWARD: tl.constexpr = KIND == "forward"
     REVERSE: tl.constexpr = KIND == "reverse"
     MIXED: tl.constexpr = not (FORWARD or REVERSE)
-    here, row, ours, place, facts, excluded, factor = begin(
+    local_row, row, ours, place, facts, excluded, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a, vocabulary = facts[1], ours[1]
     factor *= scale_of(ours, way)
-    source = teacher + here * teacher_row
+    source = teacher + local_row * teacher_row
     source = source if way.ragged else tl.multiple_of(source, 16)
-    theirs = source, vocabulary, activation_of(here, None, teacher_rows, teacher_numbers)
+    theirs = source, vocabulary, activation_of(local_row, None, teacher_rows, teacher_numbers)
     last = (vocabulary - 1) // BLOCK * BLOCK
     skippable = (excluded if results.entropy is None else a == 0) & (WHOLE or STEP == _GRADIENT)
     if skippable:
@@ -329,16 +329,16 @@ def divergence_kernel(
                 z_p, z_q, mean, offset, highest, top = _sums(ours, theirs, m_p, m_q, last, way, their_way, KIND)
             pull = mean / z_p
         else:
-            known = merged + here
+            known = merged + local_row
             m_p, z_p = tl.load(known), tl.load(known + merged_row)
             m_q, highest = tl.load(known + 2 * merged_row), m_p
             z_q, top = tl.load(known + 3 * merged_row), tl.load(known + 4 * merged_row)
             pull = tl.load(known + 5 * merged_row) if STEP == _GRADIENT else z_p
         if STEP == _FOLD:
             m = tl.where(highest == -float("inf"), LOWEST, highest)
-            made = m, times(z_p, exp(m_p - m)), m_q, z_q, top
+            folded = m, times(z_p, exp(m_p - m)), m_q, z_q, top
             for k in tl.static_range(5):
-                tl.store(sums + k * sums_row + here, made[k])
+                tl.store(sums + k * sums_row + local_row, folded[k])
         else:
             # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are
             # exact.
@@ -357,8 +357,8 @@ def divergence_kernel(
                 offset = 0.0
             if MIXED:
                 factor *= alpha
-            found = tl.zeros([BLOCK], tl.float32)
-            surprise, pulls = found, found
+            costs = tl.zeros([BLOCK], tl.float32)
+            surprise, pulls = costs, costs
             for turn in tl.static_range(2 if (MIXED and WHOLE) and grad is not None else 1):
                 for step in range(0, last + 1, BLOCK):
                     first = step if MIXED and turn == 0 else last - step
@@ -369,7 +369,7 @@ def divergence_kernel(
                     cost, v = _of_class(t_apart - x_apart - shift, p, q, alpha, beta, KIND)
                     v -= offset
                     if turn == 0 and STEP != _GRADIENT:
-                        found += cost
+                        costs += cost
                         if results.entropy is not None:
                             surprise += times(p, m_p - x)
                         if not FORWARD:
@@ -380,14 +380,14 @@ def divergence_kernel(
                             g = p - q if FORWARD else times(p, pull - v)
                         write(place, first, ours, z, g * factor, way)
                 if turn == 0 and STEP != _GRADIENT:
-                    loss, total = tl.sum(found, 0) + unknown, tl.sum(pulls, 0) + unknown
+                    loss, total = tl.sum(costs, 0) + unknown, tl.sum(pulls, 0) + unknown
                     if WHOLE:
                         pull = total
                         record(results.loss, row, None, of_mean(loss * a, row, divisors_of(rows)[0]))
                         record(results.entropy, row, None, tl.sum(surprise, 0) + tl.log(z_p))
                     else:
-                        tl.store(sums + here, loss)
-                        tl.store(sums + sums_row + here, total)
+                        tl.store(sums + local_row, loss)
+                        tl.store(sums + sums_row + local_row, total)
     if excluded:
         record(results.loss, row, None, 0.0)
         if grad is not None:

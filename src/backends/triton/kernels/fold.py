@@ -68,13 +68,13 @@ LARGEST_FROM_0 = tl.constexpr(1048576.0)
 
 
 @triton.jit
-def line_of(tensor, here, inner, outer, stride, skew, cut, size, way: tl.constexpr):
+def line_of(tensor, local_row, inner, outer, stride, skew, cut, size, way: tl.constexpr):
     """Return a row's `size` classes from `cut` on, as kernels of vectors have it.
 
     These are a pointer to a multiple of 16 bytes, if there are vectors; the first class's distance from it in elements;
     where the last block begins and where the last vector ends, counted from the pointer; and `size`.
     """
-    start = position(here, inner, outer, stride, way.grouped)
+    start = position(local_row, inner, outer, stride, way.grouped)
     off = 0
     if way.skewed:
         off = ((skew + start) % way.vector).to(tl.int32)
@@ -92,13 +92,13 @@ def fetch(row, first, whole, way: tl.constexpr, POLICY: tl.constexpr):
         NOTHING: tl.constexpr = NO_BFLOAT16 if row.dtype.element_ty == tl.bfloat16 else NO_FLOAT16
         pairs = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), 16) + first // 2
         lanes = tl.arange(0, BLOCK // 2)
-        found = tl.load(pairs + lanes, mask=lanes < (whole - first) // 2, other=NOTHING, eviction_policy=POLICY)
+        words = tl.load(pairs + lanes, mask=lanes < (whole - first) // 2, other=NOTHING, eviction_policy=POLICY)
         if row.dtype.element_ty == tl.bfloat16:
-            low = (found << 16).to(tl.float32, bitcast=True)
-            high = (found & HIGH).to(tl.float32, bitcast=True)
+            low = (words << 16).to(tl.float32, bitcast=True)
+            high = (words & HIGH).to(tl.float32, bitcast=True)
         else:
-            low = found.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (found >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return tl.reshape(tl.join(low, high), [BLOCK])
     else:
         lanes = tl.arange(0, BLOCK)
@@ -129,15 +129,15 @@ def fill(row, value, start, stop, way: tl.constexpr):
     tl.debug_barrier()
     for first in range(start, stop, BLOCK):
         classes = first + tl.arange(0, BLOCK)
-        values = tl.zeros([BLOCK], tl.float32) + value
-        tl.store(row + classes, values.to(row.dtype.element_ty), mask=classes < stop, cache_modifier=".cs")
+        filled = tl.zeros([BLOCK], tl.float32) + value
+        tl.store(row + classes, filled.to(row.dtype.element_ty), mask=classes < stop, cache_modifier=".cs")
     tl.debug_barrier()
 
 
 @triton.jit
-def _in_lanes(values, LANES: tl.constexpr):
+def _in_lanes(terms, LANES: tl.constexpr):
     """Return the sums of a block over neighbouring elements, (LANES,), which one thread holds."""
-    return tl.sum(tl.reshape(values, [LANES, values.shape[0] // LANES]), 1)
+    return tl.sum(tl.reshape(terms, [LANES, terms.shape[0] // LANES]), 1)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _add(
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
     LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
-    rest, below, mixed, squares, level, surprise, mass, given, best, at = sums
+    rest, below, mixed, squares, level, surprise, mass, all_q, best, at = sums
     _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
@@ -175,7 +175,7 @@ def _add(
             if weights[1] is not None:
                 surprise -= _in_lanes(times(q, e2), LANES)
                 mass += _in_lanes(share, LANES)
-                given += _in_lanes(q, LANES)
+                all_q += _in_lanes(q, LANES)
         else:
             below -= _in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
     if way.squared:
@@ -190,7 +190,7 @@ def _add(
         largest = tl.where(added != added, float("inf"), largest)  # NaN is largest
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
-    return rest, below, mixed, squares, level, surprise, mass, given, best, at
+    return rest, below, mixed, squares, level, surprise, mass, all_q, best, at
 
 
 @triton.jit
@@ -210,12 +210,12 @@ def first_loads(line, y, way: tl.constexpr):
 
 
 @triton.jit
-def _over_lanes(values, off, lane, way: tl.constexpr):
+def _over_lanes(per_lane, off, lane, way: tl.constexpr):
     """Return the sum over all lanes of an aligned row but one."""
-    lanes = tl.arange(0, values.shape[0])
+    lanes = tl.arange(0, per_lane.shape[0])
     if way.skewed:
-        values = tl.gather(values, (lanes + off) % values.shape[0], 0)
-    return tl.sum(tl.where(lanes != lane, values, 0.0), 0)
+        per_lane = tl.gather(per_lane, (lanes + off) % per_lane.shape[0], 0)
+    return tl.sum(tl.where(lanes != lane, per_lane, 0.0), 0)
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def _joined(sums, off, loads, reference, weights, activation, way: tl.constexpr,
     The target's lane is summed again.
     Subtracting the target from a sum would cancel if the target is nearly the whole sum.
     """
-    rest, below, mixed, squares, level, surprise, mass, given, _best, _at = sums
+    rest, below, mixed, squares, level, surprise, mass, all_q, _best, _at = sums
     _z, _ahead, z, lane, inside = loads
     e2 = tl.where(inside, _exponents(z, reference, activation, way, CAREFUL), -float("inf"))
     e = tl.math.exp2(e2)
@@ -237,7 +237,7 @@ def _joined(sums, off, loads, reference, weights, activation, way: tl.constexpr,
         _over_lanes(level, off, -1, way) if way.averaged else 0.0,
         0.0 if weights[1] is None else _over_lanes(surprise, off, -1, way),
         0.0 if weights[1] is None else _over_lanes(mass, off, -1, way),
-        0.0 if weights[1] is None else _over_lanes(given, off, -1, way),
+        0.0 if weights[1] is None else _over_lanes(all_q, off, -1, way),
     )
 
 
@@ -294,15 +294,15 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
             z = fetch(source, first, whole, way, "evict_last")
             again = _add(again, z, first, line, m, weights, activation, way, True, True)
         sums = _joined(again, off, loads, m, weights, activation, way, True)
-    top, found = 0.0, 0
+    top, top_class = 0.0, 0
     if way.predicted:
         top = tl.max(lanes[8], 0)
         first = tl.min(tl.where(lanes[8] == top, lanes[9], NOWHERE), 0) // BLOCK * BLOCK
         z = fetch(source, first, whole, way, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
-        found = tl.min(tl.where(inside & ((order(z, activation, way) == top) | (z != z)), classes, NOWHERE), 0)
-    return m, sums, top, found
+        top_class = tl.min(tl.where(inside & ((order(z, activation, way) == top) | (z != z)), classes, NOWHERE), 0)
+    return m, sums, top, top_class
 
 
 @kernel
@@ -329,31 +329,31 @@ def fold_kernel(
     way: tl.constexpr,  # see `Way`
 ):
     """Write the sums of one row."""
-    here = tl.program_id(0).to(tl.int64)
-    row = row_at(start + here, None, rows)
+    local_row = tl.program_id(0).to(tl.int64)
+    row = row_at(start + local_row, None, rows)
     owned, y, w_y, a, ignored = owner(row, None, rows, ignore_index, first, width, vocabulary)
     checks = 0.0, 0.0
     if columns.check >= 0:
-        check = check_of(row, here, ignored, rows, input_checks)
+        check = check_of(row, local_row, ignored, rows, input_checks)
         checks = check.to(tl.float32, bitcast=True), range_check.to(tl.float32, bitcast=True)
-    place = sums + here
+    place = sums + local_row
     if (ignored | ((a == 0) & (numbers.all_rows == 0))) != 0:
         least = -float("inf")
         put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0) + checks, columns)
     else:
-        line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, 0, width, way)
+        line = line_of(logits, local_row, logits_inner, logits_outer, logits_row, skew, 0, width, way)
         loads = first_loads(line, y, way)
         if target_logits is None:
             z_y = tl.load(line[0] + (line[1] + y), mask=owned, other=0.0).to(tl.float32)
         else:
-            z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
+            z_y = tl.where(owned, tl.load(target_logits + local_row), 0.0)
         activation = activation_of(row, None, rows, numbers)
         nothing = tl.full((), -float("inf"), tl.float32)
         weights = rows.class_weight if way.smoothed else None, None
-        m, found_sums, top, found = row_sums(line, loads, y, nothing, weights, activation, way)
-        rest, below, mixed, squares, level, _surprise, _mass, _given = found_sums
+        m, sums_of_row, top, top_class = row_sums(line, loads, y, nothing, weights, activation, way)
+        rest, below, mixed, squares, level, _surprise, _mass, _all_q = sums_of_row
         peak = tl.where(rest == 0, -float("inf"), m)
-        found += first
+        top_class += first
         counted = width.to(tl.float32)
         total_weight = counted
         if rows.total_weight is not None:
@@ -362,17 +362,17 @@ def fold_kernel(
         if way.smoothed:
             own = times(w_y, m - activate(z_y, activation, way, True))
             below = tl.where(own == float("inf"), own, below - own)
-        made = rest, below, total_weight - w_y, mixed * LN2, squares, counted * m - level, counted
+        packed = rest, below, total_weight - w_y, mixed * LN2, squares, counted * m - level, counted
         there, least = adds != 0, -float("inf")
         other_peak = load(place + columns.peak * slot, there, least)
         reference = finite(tl.maximum(peak, other_peak))
-        made = plus(rebased(reference, peak, made), load_sums(place, slot, there, reference, columns))
+        packed = plus(rebased(reference, peak, packed), load_sums(place, slot, there, reference, columns))
         peak = tl.maximum(peak, other_peak)
         z_y += column(place, slot, there, columns.target)
         w_y += column(place, slot, there, columns.row_weight)
         if way.predicted:
             other = column(place, slot, there, columns.place).to(tl.int32, bitcast=True)
             other_key = load(place + columns.key * slot, there, least)
-            top, found = larger(other_key, tl.where(there, other, NOWHERE), top, found)
-        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)) + checks
-        put(place, slot, None, made, columns)
+            top, top_class = larger(other_key, tl.where(there, other, NOWHERE), top, top_class)
+        packed += (peak, z_y, w_y, top, top_class.to(tl.float32, bitcast=True)) + checks
+        put(place, slot, None, packed, columns)

@@ -113,15 +113,15 @@ def hidden_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the gradient of one hidden state: its row of the product plus g W_y."""
-    here = tl.program_id(0).to(tl.int64)
-    row = start + here
+    local_row = tl.program_id(0).to(tl.int64)
+    row = start + local_row
     if order is not None:
-        row = tl.load(order + here)
+        row = tl.load(order + local_row)
     for first in range(0, size, BLOCK):
         d = first + tl.arange(0, BLOCK)
-        sums = tl.load(product + here * product_row + d, mask=d < size, other=0.0).to(tl.float32)
+        sums = tl.load(product + local_row * product_row + d, mask=d < size, other=0.0).to(tl.float32)
         if of_targets is not None:
-            y, g = tl.load(ids + row).to(tl.int64), tl.load(of_targets + here)
+            y, g = tl.load(ids + row).to(tl.int64), tl.load(of_targets + local_row)
             own_size = tl.where((y >= 0) & (y < classes) & (g != 0), size, 0)
             w = tl.load(weight + y * weight_row + d * weight_column, mask=d < own_size, other=0.0)
             sums += g * w.to(tl.float32)

@@ -165,29 +165,29 @@ def gradient_kernel(
     """Write the gradient of one part of one row."""
     SIZE: tl.constexpr = BLOCKS * way.block
     parts = tl.cdiv(width + (way.vector - 1 if way.skewed else 0), SIZE)
-    here = (tl.program_id(0) // parts).to(tl.int64)
+    local_row = (tl.program_id(0) // parts).to(tl.int64)
     first = tl.program_id(0) % parts * SIZE
-    made = coefficients + here
-    y = tl.load(made + 5 * slot).to(tl.int32, bitcast=True)
+    of_row = coefficients + local_row
+    y = tl.load(of_row + 5 * slot).to(tl.int32, bitcast=True)
     source, off, last, whole, _width = line_of(
-        logits, here, logits_inner, logits_outer, logits_row, skew, 0, width, way
+        logits, local_row, logits_inner, logits_outer, logits_row, skew, 0, width, way
     )
-    place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, 0, width, way)[0]
+    place = line_of(grad, local_row, grad_inner, grad_outer, grad_row, skew, 0, width, way)[0]
     last = tl.minimum(first + SIZE - way.block, last)
     if ((y == EXCLUDED) | (first > last)) != 0:  # an aligned row may have one part less than a skewed row
         fill(place + off, 0.0, tl.maximum(first - off, 0), tl.minimum(last + way.block - off, width), way)
     else:
-        activation = activation_of(row_at(start + here, None, rows), None, rows, numbers)
+        activation = activation_of(row_at(start + local_row, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
-        terms = tl.load(made), tl.load(made + slot), tl.load(made + 3 * slot), tl.load(made + 4 * slot), 0.0
+        terms = tl.load(of_row), tl.load(of_row + slot), tl.load(of_row + 3 * slot), tl.load(of_row + 4 * slot), 0.0
         terms = _scaled(terms, activation, way)
         weights = rows.class_weight if way.smoothed else None, None
         _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
-            g_y = tl.load(made + 2 * slot)
+            g_y = tl.load(of_row + 2 * slot)
             if target_grad is not None:
-                tl.store(target_grad + here, g_y)
+                tl.store(target_grad + local_row, g_y)
                 g_y = tl.full((), 0.0, tl.float32)
             tl.debug_barrier()
             tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
@@ -208,14 +208,14 @@ _TAG = tl.constexpr(TAG)
 
 
 @triton.jit
-def _of_parts(values, index: tl.constexpr):
+def _of_parts(table, index: tl.constexpr):
     """Return one value of each part, (PARTS,), from those of all (PARTS, WORDS)."""
-    return tl.sum(tl.where(tl.arange(0, _WORDS)[None, :] == index, values, 0), 1)
+    return tl.sum(tl.where(tl.arange(0, _WORDS)[None, :] == index, table, 0), 1)
 
 
 @triton.jit
 def _exchanged(
-    words, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, found,
+    words, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, top_class,
     way: tl.constexpr,
 ):  # fmt: skip
     """Return the target's raw logit, the row's m, and the sums of the row, from those of a part.
@@ -230,7 +230,7 @@ def _exchanged(
     own = tl.where(k == 0, m, tl.where(k == 1, others, tl.where(k == 2, mixed, tl.where(k == 3, squares, level))))
     own = tl.where(k == 5, top, tl.where(k == 6, tl.where(has_target, z_y, 0.0), own))
     bits = own.to(tl.int32, bitcast=True)
-    bits = tl.where(k == 7, found, bits)
+    bits = tl.where(k == 7, top_class, bits)
     word = _TAG + (bits.to(tl.int64) & 0xFFFFFFFF)
     tl.atomic_xchg(words + part * _WORDS + k, word, sem="relaxed")
     places = words + tl.arange(0, PARTS * _WORDS)
@@ -238,21 +238,21 @@ def _exchanged(
         pass
     # Again, because each warp reads for itself: some may have left the loop with words from before they were written.
     all_bits = tl.reshape(tl.load(places, volatile=True).to(tl.int32), [PARTS, _WORDS])
-    values = all_bits.to(tl.float32, bitcast=True)
-    each_m = _of_parts(values, 0)
+    table = all_bits.to(tl.float32, bitcast=True)
+    each_m = _of_parts(table, 0)
     m = finite(tl.max(each_m, 0))
     # Exponents of a part are relative to its m. If its m was multiplied by log2(e) first, they contain that rounding.
     change = (each_m - m) * LOG2E + rounding(m, way.exact) - rounding(each_m, way.exact)
     factor = tl.math.exp2(change)
-    each = _of_parts(values, 1)
+    each = _of_parts(table, 1)
     others = tl.sum(times(factor, each), 0)
-    mixed = tl.sum(times(factor, _of_parts(values, 2) + times(each, change)), 0)
-    squares = tl.sum(times(factor * factor, _of_parts(values, 3)), 0)
-    level = tl.sum(_of_parts(values, 4), 0)
-    each_top = _of_parts(values, 5)
+    mixed = tl.sum(times(factor, _of_parts(table, 2) + times(each, change)), 0)
+    squares = tl.sum(times(factor * factor, _of_parts(table, 3)), 0)
+    level = tl.sum(_of_parts(table, 4), 0)
+    each_top = _of_parts(table, 5)
     top = tl.max(each_top, 0)
-    found = tl.min(tl.where(each_top == top, _of_parts(all_bits, 7), NOWHERE), 0)
-    return tl.sum(_of_parts(values, 6), 0), m, others, mixed, squares, level, found
+    top_class = tl.min(tl.where(each_top == top, _of_parts(all_bits, 7), NOWHERE), 0)
+    return tl.sum(_of_parts(table, 6), 0), m, others, mixed, squares, level, top_class
 
 
 # Up to this reference, the gradient's factor can be moved into the exponent for 16-bit logits.
@@ -269,8 +269,8 @@ def _save(
     change = -rounding(m, EXACT)
     factor = tl.math.exp2(change)
     mixed = factor * (mixed + times(rest, change)) * LN2
-    values = factor * rest, 0.0, total_weight - w_y, mixed, 0.0, 0.0, 0.0, m, z_y, w_y, 0.0, 0.0, 0.0
-    put(saved + row, count, None, values, columns)
+    sums = factor * rest, 0.0, total_weight - w_y, mixed, 0.0, 0.0, 0.0, m, z_y, w_y, 0.0, 0.0, 0.0
+    put(saved + row, count, None, sums, columns)
 
 
 @kernel
@@ -314,8 +314,8 @@ def rows_kernel(
         program = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32)
     else:
         program = tl.program_id(0)
-    here = (program // way.parts).to(tl.int64)
-    row = row_at(start + here, None, rows)
+    local_row = (program // way.parts).to(tl.int64)
+    row = row_at(start + local_row, None, rows)
     GIVEN: tl.constexpr = probabilities is not None
     y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, UNLIMITED if GIVEN else vocabulary)
     y = y_long.to(tl.int32)
@@ -328,20 +328,20 @@ def rows_kernel(
     y_here = y - cut
     has_target = (y_here >= 0) & (y_here < size)
     known = tl.where(ignored, 0, size)
-    line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, cut, known, way)
+    line = line_of(logits, local_row, logits_inner, logits_outer, logits_row, skew, cut, known, way)
     source, off, _last, _whole, _size = line
     # The first loads need only the target. They start before the other facts of the row are known.
     loads = first_loads(line, y_here, way)
     if target_logits is None:
         z_y = tl.load(source + (off + y_here), mask=has_target & ~ignored, other=0.0).to(tl.float32)
     else:
-        z_y = tl.load(target_logits + here)
+        z_y = tl.load(target_logits + local_row)
     options = numbers_of(rows, vocabulary, numbers)
     weights = rows.class_weight if way.smoothed else None, None
     if GIVEN:
         shared = row if rows.target is None else y_long
-        given = probabilities + position(shared, given_inner, given_outer, given_row, True)
-        weights = rows.class_weight, given, given_class, options[0], options[1]  # type: ignore[assignment]
+        own_q = probabilities + position(shared, given_inner, given_outer, given_row, True)
+        weights = rows.class_weight, own_q, given_class, options[0], options[1]  # type: ignore[assignment]
         options = 0.0, 1.0, options[2]
         w_y = 0.0
         true = 0 if likeliest is None else tl.load(likeliest + shared).to(tl.int32)
@@ -358,7 +358,7 @@ def rows_kernel(
             of_gradient = divisor
     excluded, r = gradient_factor(row, None, a, invalid, of_gradient, upstreams)
     if grad is not None:
-        place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
+        place = line_of(grad, local_row, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
     if tl.where(numbers.all_rows != 0, ignored, excluded):
         record_nothing(row, None, results)
@@ -367,13 +367,13 @@ def rows_kernel(
     else:
         x_y = activate(z_y, activation, way, True)
         x_here = tl.where(has_target, x_y, -float("inf"))
-        m, sums, top, found = row_sums(line, loads, y_here, x_here, weights, activation, way)
+        m, sums, top, top_class = row_sums(line, loads, y_here, x_here, weights, activation, way)
         rest, below, mixed, squares, level, surprise, mass, all_q = sums
-        found += cut
+        top_class += cut
         if way.parts > 1:
-            z_y, m, rest, mixed, squares, level, found = _exchanged(
-                words + here * way.parts * _WORDS, part, has_target, z_y, x_y, m, rest, mixed, squares, level, top,
-                found, way,
+            z_y, m, rest, mixed, squares, level, top_class = _exchanged(
+                words + local_row * way.parts * _WORDS, part, has_target, z_y, x_y, m, rest, mixed, squares, level, top,
+                top_class, way,
             )  # fmt: skip
             x_y = activate(z_y, activation, way, True)
         e2_y = tl.full((), -float("inf"), tl.float32) if GIVEN else exponent(x_y, m, way.exact)
@@ -385,7 +385,7 @@ def rows_kernel(
             total_weight = tl.load(rows.total_weight)
         factor, log_factor, delta, g_y, gamma = finish(
             divisor, row, None, (true, a, ignored, invalid), excluded, r, w_y, z_y, m,
-            (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
+            (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, top_class,
             (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, activation, way,
         )  # fmt: skip
         if saved is not None:
@@ -405,7 +405,7 @@ def rows_kernel(
                     _write_gradient(line, place, 0, terms, weights, activation, way, False)
                 if not GIVEN:
                     if target_grad is not None:
-                        tl.store(target_grad + here, g_y, mask=has_target)
+                        tl.store(target_grad + local_row, g_y, mask=has_target)
                         g_y = tl.full((), 0.0, tl.float32)
                     tl.debug_barrier()
                     tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)

@@ -72,11 +72,11 @@ def column(place, slot, inside, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def put(place, slot, inside, values, columns: tl.constexpr):
+def put(place, slot, inside, sums, columns: tl.constexpr):
     """Store the values of columns, in the order of `Columns`."""
     for k in tl.static_range(14):
         if columns[k] >= 0:
-            tl.store(place + columns[k] * slot, values[k], mask=inside)
+            tl.store(place + columns[k] * slot, sums[k], mask=inside)
 
 
 @triton.jit
@@ -118,8 +118,8 @@ def plus(a, b):
 def larger(key, place, other_key, other_place):
     """Return the larger of two keys and its class; the lowest class if they are equal."""
     lower = tl.minimum(place, other_place)
-    found = tl.where(key > other_key, place, tl.where(other_key > key, other_place, lower))
-    return tl.maximum(key, other_key), found
+    winner = tl.where(key > other_key, place, tl.where(other_key > key, other_place, lower))
+    return tl.maximum(key, other_key), winner
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def owner(row, inside, rows, ignore_index, first, width, vocabulary):
 
 
 @triton.jit
-def check_of(row, here, ignored, rows, input_checks):
+def check_of(row, local_row, ignored, rows, input_checks):
     """Return the checksum (int32) of a row, which must be equal on all ranks; see `shards.checks.row_checks`."""
     check = row.to(tl.int32) * MULTIPLIER + tl.load(rows.target + row).to(tl.int32)
     if is_given(rows.sample_weight):
@@ -146,7 +146,7 @@ def check_of(row, here, ignored, rows, input_checks):
         temperature = optional(rows.temperature, row, None, 0.0).to(tl.int32, bitcast=True)
         check = check * MULTIPLIER + tl.where(ignored, 0, temperature)
     if input_checks is not None:
-        check = check * MULTIPLIER + tl.where(ignored, 0, tl.load(input_checks + here))
+        check = check * MULTIPLIER + tl.where(ignored, 0, tl.load(input_checks + local_row))
     return check
 
 
@@ -175,7 +175,7 @@ def finish_kernel(
     start: "i64",  # index of the first row in `rows.order`, or in the call
     saved,  # (K, N) float32, in the order of the call, or null
     saved_row: "i64",
-    made,  # (6, R) float32 or null: m, factor, the target's gradient, log_factor, delta, bits of the target's class
+    out,  # (6, R) float32 or null: m, factor, the target's gradient, log_factor, delta, bits of the target's class
     ignore_index: "i64",
     first: "i32",  # the first class of this rank
     width: "i32",
@@ -186,18 +186,18 @@ def finish_kernel(
     BLOCK: tl.constexpr,
 ):
     """Merge the sums of `BLOCK` rows over all ranks, in rank order. Write results, and coefficients of gradients."""
-    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = here < count
-    row = row_at(start + here, inside, rows)
+    local_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = local_row < count
+    row = row_at(start + local_row, inside, rows)
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
     checks = 0.0, 0.0
     if columns.check >= 0:
         # A row that differs between ranks is invalid on all of them, and so are all rows if classes do not tile [0, V).
-        own = column(sums + here, count, inside, columns.check).to(tl.int32, bitcast=True)
+        own = column(sums + local_row, count, inside, columns.check).to(tl.int32, bitcast=True)
         all_classes = tl.zeros([BLOCK], tl.int32)
         differs = own != own
         for rank in range(ranks):
-            place = sums + rank * rank_stride + here
+            place = sums + rank * rank_stride + local_row
             differs = differs | (column(place, count, inside, columns.check).to(tl.int32, bitcast=True) != own)
             all_classes += column(place, count, inside, columns.range).to(tl.int32, bitcast=True)
         differs = differs | (all_classes != range_check)
@@ -212,7 +212,7 @@ def finish_kernel(
     z_y = nothing
     w_y = nothing
     for rank in range(ranks):
-        place = sums + rank * rank_stride + here
+        place = sums + rank * rank_stride + local_row
         peak = tl.maximum(peak, column(place, count, inside, columns.peak))
         z_y += column(place, count, inside, columns.target)
         w_y += column(place, count, inside, columns.row_weight)
@@ -223,15 +223,15 @@ def finish_kernel(
     m = finite(tl.maximum(peak, x_y))
     merged = nothing, nothing, nothing, nothing, nothing, nothing, nothing
     key = nothing - float("inf")
-    found = tl.full([BLOCK], NOWHERE, tl.int32)
+    top_class = tl.full([BLOCK], NOWHERE, tl.int32)
     for rank in range(ranks):
-        place = sums + rank * rank_stride + here
+        place = sums + rank * rank_stride + local_row
         merged = plus(merged, load_sums(place, count, inside, m, columns))
         if columns.key >= 0:
-            own_found = column(place, count, inside, columns.place).to(tl.int32, bitcast=True)
-            key, found = larger(key, found, column(place, count, inside, columns.key), own_found)
-    values = merged + (m, z_y, w_y, key, found.to(tl.float32, bitcast=True)) + checks
-    put(saved + row, saved_row, given_rows(saved, inside), values, columns)
+            own_top = column(place, count, inside, columns.place).to(tl.int32, bitcast=True)
+            key, top_class = larger(key, top_class, column(place, count, inside, columns.key), own_top)
+    packed = merged + (m, z_y, w_y, key, top_class.to(tl.float32, bitcast=True)) + checks
+    put(saved + row, saved_row, given_rows(saved, inside), packed, columns)
 
     rest, below, weights, mixed, squares, deficit, _counted = merged
     divisor, of_gradient = divisors_of(rows)
@@ -240,14 +240,14 @@ def finish_kernel(
     total = rest, below - times(w_y, distance), weights + w_y, mixed * LOG2E, squares
     factor, log_factor, delta, g_y, _gamma = finish(
         divisor, row, inside, (y, a, ignored, invalid), excluded, r, w_y, z_y, m, total, distance * LOG2E,
-        m - deficit / vocabulary.to(tl.float32), found, None, results, upstreams,
+        m - deficit / vocabulary.to(tl.float32), top_class, None, results, upstreams,
         numbers_of(rows, vocabulary, numbers), activation, way,
     )  # fmt: skip
     own_class = tl.where((y >= first) & (y < first + width), y - first, -1).to(tl.int32)
     own_class = tl.where(tl.where(has_statistics(upstreams), ignored, excluded), EXCLUDED, own_class)
     coefficients = m, factor, g_y, nothing + log_factor, delta, own_class.to(tl.float32, bitcast=True)
     for k in tl.static_range(6):
-        tl.store(made + k * count + here, coefficients[k], mask=given_rows(made, inside))
+        tl.store(out + k * count + local_row, coefficients[k], mask=given_rows(out, inside))
 
 
 @kernel
@@ -269,37 +269,37 @@ def join_kernel(
     PARTS: tl.constexpr,  # chunks that are read at a time
 ):
     """Write the sums of a block of rows."""
-    here = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    inside = here < count
+    local_row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = local_row < count
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     rest = tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, chunks, PARTS):
         part = begin + tl.arange(0, PARTS)
-        place = parts + part[:, None] * count + here[None, :]
+        place = parts + part[:, None] * count + local_row[None, :]
         mask = (part < chunks)[:, None] & inside[None, :]
         part_peak = tl.load(place, mask=mask, other=-float("inf"))
         part_rest = tl.load(place + chunks * count, mask=mask, other=0.0)
         largest = tl.maximum(peak, tl.max(part_peak, 0))
         reference = finite(largest)
-        kept = exp(peak - reference)
+        factor = exp(peak - reference)
         share = exp(part_peak - reference[None, :])
         if columns.mixed >= 0:
             part_mixed = tl.load(place + 2 * chunks * count, mask=mask, other=0.0)
             growth = (reference[None, :] - finite(part_peak)) * LOG2E
-            mixed = kept * (mixed - (reference - finite(peak)) * LOG2E * rest)
+            mixed = factor * (mixed - (reference - finite(peak)) * LOG2E * rest)
             mixed += tl.sum(share * (part_mixed - growth * part_rest), 0)
-        rest = kept * rest + tl.sum(share * part_rest, 0)
+        rest = factor * rest + tl.sum(share * part_rest, 0)
         peak = largest
-    row = row_at(start + here, inside, rows)
+    row = row_at(start + local_row, inside, rows)
     owned, _y, w_y, _a, _ignored = owner(row, inside, rows, ignore_index, first, width, vocabulary)
-    place = sums + here
+    place = sums + local_row
     _rest, below, weights, _mixed, squares, deficit, counted = load_sums(place, slot, inside, finite(peak), columns)
-    z_y = tl.where(owned, tl.load(target_logits + here, mask=inside, other=0.0), 0.0)
-    key, found = column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
-    made = rest, below, weights, mixed * LN2, squares, deficit, counted
+    z_y = tl.where(owned, tl.load(target_logits + local_row, mask=inside, other=0.0), 0.0)
+    key, top_class = column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
+    packed = rest, below, weights, mixed * LN2, squares, deficit, counted
     check = tl.full((), 0.0, tl.float32)  # there is none; Triton 3.6 takes no Python number here
-    put(place, slot, inside, made + (peak, z_y, w_y, key, found, check, check), columns)
+    put(place, slot, inside, packed + (peak, z_y, w_y, key, top_class, check, check), columns)
 
 
 @kernel
@@ -397,8 +397,8 @@ def select_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copy one row of hidden states, or zeros if the row has no gradient. Compute its target's logit in float32."""
-    here = tl.program_id(0).to(tl.int64)
-    row = row_at(start + here, None, rows)
+    local_row = tl.program_id(0).to(tl.int64)
+    row = row_at(start + local_row, None, rows)
     y, a, ignored, wrong = row_facts(row, None, rows, ignore_index, limit)
     y -= first_class
     a = tl.where(optional(rows.divisor, 1, None, 1.0) == 0, 0.0, a)
@@ -419,14 +419,14 @@ def select_kernel(
             sums += tl.where(columns < own_size, rounded * w.to(tl.float32), 0.0)
         if selected is not None:
             zero = tl.zeros([BLOCK], selected.dtype.element_ty)
-            kept = tl.where(excluded, zero, h.to(selected.dtype.element_ty))
-            tl.store(selected + here * size + columns, kept, mask=columns < size)
+            copied = tl.where(excluded, zero, h.to(selected.dtype.element_ty))
+            tl.store(selected + local_row * size + columns, copied, mask=columns < size)
     if checks is not None:
-        tl.store(checks + here, tl.sum(check, 0))
+        tl.store(checks + local_row, tl.sum(check, 0))
     if target_logits is not None:
         z = tl.sum(sums, 0)
         z += optional(bias, y, owned, 0.0)
-        tl.store(target_logits + here, z)
+        tl.store(target_logits + local_row, z)
 
 
 @kernel
