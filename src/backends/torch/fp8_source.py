@@ -70,7 +70,7 @@ class Computed8(Computed):
         setting, self.skips = self._setting, True
         source = self._gathered(source)
         self._arithmetic: Arithmetic = self._steps.arithmetic
-        transposes = self.wanted and setting.needs[0]
+        transposes = self.needs_gradient and setting.needs[0]
         self._head = self._classifier = _Head(source, setting.width, setting.needs, self._arithmetic, transposes)
         self._ids: Any = None
         """(N,) int64: the targets relative to the first class of this rank. None for class probabilities."""
