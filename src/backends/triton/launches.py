@@ -143,7 +143,7 @@ class Way(NamedTuple):
     capped: bool = False
     """Whether there is a softcap."""
     scaled: bool = True
-    """Whether there may be a logit scale, where it costs time for each class."""
+    """Whether there may be a logit scale: without one it is 1 where it would cost time for each class."""
     smoothed: bool = False
     of_entropy: bool = False
     """Whether there may be an upstream gradient of the entropy."""

@@ -150,7 +150,7 @@ class TritonSteps:
         quick = inputs.quick(half)
         key = "rows", piece.layout, itemsize, writes, saves, quick
         if key not in launches:
-            more = {"exact": not half, "quick": quick}
+            more = {"exact": not half, "quick": quick, "scaled": inputs.decisions.scaled}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
                 size = min(next_power_of_2(width), _GIVEN_BLOCK)
                 way, share, options = in_blocks(width, piece, inputs.way, size, max(size // 256, 1), **more)

@@ -349,6 +349,8 @@ def rows_kernel(
         w_y = optional(rows.class_weight, y_long, None, 1.0)
         true = y
     activation = activation_of(row, None, rows, numbers)
+    if not way.scaled:
+        activation = tl.full((), 1.0, tl.float32), activation[1]
     divisor, of_gradient = divisors_of(rows)
     if not GIVEN:
         if counts != 0:
