@@ -4,8 +4,8 @@ A row x (K,) of a matrix becomes codes x / s with one scale s = max |x| / the la
 
     left @ right.T ~ (left_codes @ right_codes.T) * left_scale[:, None] * right_scale
 
-The scale of a row of zeros is 1. All that is computed from a row with an infinity or NaN is NaN. Sizes are padded with
-zeros to multiples of 16, which products of GPUs need.
+The scale of a row of zeros is 1, that of a row with an infinity or NaN is NaN, and so is all that is computed from the
+row. Sizes are padded with zeros to multiples of 16, which products of GPUs need.
 
 With hidden states h, classifier W, their scales s_r and s_c, codes H and C, and the gradient G of the logits, 0 at the
 targets y, whose entries are g ::
@@ -55,7 +55,7 @@ def padded(size: int) -> int:
 def scales(largest: Tensor, kind: torch.dtype) -> Tensor:
     """Return the scales of rows from their largest absolute values, float32."""
     scale = (largest / torch.finfo(kind).max).clamp_(min=_LEAST_SCALE)
-    return scale.masked_fill_(largest == 0, 1)
+    return scale.masked_fill_(largest == 0, 1).masked_fill_(largest == torch.inf, torch.nan)
 
 
 class Arithmetic:
