@@ -36,17 +36,13 @@ are global. Merged, `range` is that of [0, V), unless the rows of the ranks diff
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from xent.core.call import Activation, Call, Dense, Probabilities, TopK, differs
 from xent.core.spec import DIFFERENTIABLE, Scalar
-
-if TYPE_CHECKING:
-    from xent.backends.torch.fp8 import Arithmetic
-    from xent.backends.torch.products import Classifier
 
 __all__ = [
     "CONSTANTS",
@@ -276,7 +272,7 @@ class Steps(Protocol):
     """Whether `whole_rows` serves this call, for rows whose logits are all in memory."""
     saves: bool
     """Whether the backward pass of this call takes the saved sums. If not, it calls `whole_rows` with upstreams."""
-    arithmetic: "Arithmetic"
+    arithmetic: Any
     """The `xent.backends.torch.fp8.Arithmetic` of 8-bit factors."""
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
@@ -304,11 +300,11 @@ class Steps(Protocol):
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums of a block to `sums` (K, R) of its rows, or with `adds` merge them into it. C may be 0."""
 
-    def fold_product(self, source: "Classifier", loaded: Loaded, sums: Tensor) -> bool:
+    def fold_product(self, source: Any, loaded: Loaded, sums: Tensor) -> bool:
         """Write all sums (K, R) of a part from its hidden states, without storing logits. False if a device cannot."""
         return False
 
-    def gradient_product(self, source: "Classifier", loaded: Loaded, coefficients: Coefficients, grad: Tensor) -> bool:
+    def gradient_product(self, source: Any, loaded: Loaded, coefficients: Coefficients, grad: Tensor) -> bool:
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
         return False
 

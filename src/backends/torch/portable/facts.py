@@ -21,6 +21,7 @@ __all__ = [
     "impossible",
     "index_of",
     "masked",
+    "nonempty",
     "options_of_float16",
     "tolerance",
     "weights_of",
