@@ -39,7 +39,6 @@ __all__ = [
     "divisors_of",
     "exp",
     "exponent",
-    "exponents",
     "finish",
     "finite",
     "given_rows",
@@ -173,16 +172,6 @@ def exponent(x, reference, EXACT: tl.constexpr):
     """Return log2 of e^(x - reference). It subtracts before it multiplies if EXACT, and for large references."""
     exact = (tl.abs(reference) >= FAR) | EXACT
     return tl.where(exact, (x - reference) * LOG2E, tl.fma(x, LOG2E, -reference * LOG2E))
-
-
-@triton.jit
-def exponents(z, reference, activation, way: tl.constexpr):
-    """Return `exponent` of the x of raw logits. A logit scale costs nothing."""
-    if way.exact and not way.capped:
-        e2 = tl.fma(z, activation[0], -reference) * LOG2E
-    else:
-        e2 = exponent(activate(z, activation, way), reference, way.exact)
-    return e2
 
 
 @triton.jit

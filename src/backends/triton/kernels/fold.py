@@ -40,7 +40,6 @@ from xent.backends.triton.kernels.algebra import (
     activate,
     activation_of,
     exponent,
-    exponents,
     finite,
     load,
     order,
@@ -144,7 +143,7 @@ def _in_lanes(terms, LANES: tl.constexpr):
 def _exponents(z, reference, activation, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
     if CAREFUL:
-        return exponents(z, reference, activation, way)
+        return exponent(activate(z, activation, way), reference, way.exact)
     else:
         return quick_exponent(z, activation, reference * LOG2E, way)
 

@@ -36,7 +36,6 @@ from xent.backends.triton.kernels.algebra import (
     activation_of,
     divisors_of,
     exponent,
-    exponents,
     finish,
     finite,
     gradient_factor,
@@ -70,7 +69,7 @@ def _block(z, classes, vocabulary, terms, weights, activation, way: tl.constexpr
     if FOLDED:
         g = tl.math.exp2(quick_exponent(z, activation, reference, way))
     else:
-        e2 = exponents(z, reference, activation, way)
+        e2 = exponent(activate(z, activation, way), reference, way.exact)
         g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), log_factor, factor) if way.of_entropy else factor)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
