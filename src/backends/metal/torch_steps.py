@@ -53,7 +53,11 @@ class MetalSteps(PortableSteps):
         }
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
-        """Compute rows with one launch of the kernel."""
+        """Compute rows with one launch of the kernel for each block with contiguous classes."""
+        for rows in self.row_blocks(block):
+            self._compute(rows, part, saved)
+
+    def _compute(self, block: Block, part: Part, saved: Tensor | None) -> None:
         logits, stats, count = block.logits, self.setting.call.options.stats, len(block.logits)
         index = index_of(part, block.start, block.start + count)
         results = {name: logits.new_empty(count, dtype=dtype) for name, dtype in self._asked.items()}
@@ -82,9 +86,14 @@ class MetalSteps(PortableSteps):
         return {name: sums[0, place] for name, place in self._places.items()}
 
     def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
-        """Write the gradient of whole rows with one launch of the kernel."""
+        """Write the gradient of whole rows, with one launch of the kernel for each block with contiguous classes."""
+        if block.grad is not None:
+            for rows in self.row_blocks(block):
+                self._differentiate(rows, coefficients, part)
+
+    def _differentiate(self, block: Block, coefficients: Any, part: Part) -> None:
         rows, upstream = slice(block.start, block.start + len(block.logits)), self.facts.upstream
-        if not len(block.logits) or block.grad is None:
+        if not len(block.logits):
             return
         index = index_of(part, rows.start, rows.stop)
         saved = {name: column[rows] for name, column in coefficients.items()}

@@ -201,18 +201,21 @@ class PortableSteps(Steps):
             return per_row
         return per_row.mean() if facts.divisor is count else per_row.sum() / facts.divisor
 
+    def row_blocks(self, block: Block) -> Iterator[Block]:
+        """Yield a block in blocks (R, C) with contiguous classes."""
+        logits, grad = block.logits, block.grad
+        if logits.dim() == 2 and logits.is_contiguous() and (grad is None or grad.is_contiguous()):
+            yield block
+            return
+        for first, rows, place in logit_blocks(logits, grad):
+            cut = slice(first, first + len(rows))
+            parts = block.target_logits, block.teacher, None, block.target_grad
+            yield Block(rows, block.start + first, 0, place, *[at(each, cut) for each in parts])
+
     def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
         """Yield a block in pieces (R, C) that fit into the caches, their rows relative to the part, and their facts."""
-        logits = block.logits
-        if not (logits.dim() == 2 and logits.is_contiguous() and (block.grad is None or block.grad.is_contiguous())):
-            for first, rows, grad in logit_blocks(logits, block.grad):
-                cut = slice(first, first + len(rows))
-                parts = block.target_logits, block.teacher, None, block.target_grad
-                yield from self._cut(
-                    Block(rows, block.start + first, 0, grad, *[at(each, cut) for each in parts]), part
-                )
-        else:
-            yield from self._cut(block, part)
+        for rows in self.row_blocks(block):
+            yield from self._cut(rows, part)
 
     def _cut(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
         (count, width), start = block.logits.shape, block.start
