@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Part
 from xent.backends.torch.fp8 import CODES, GRADIENT_CODES, Arithmetic, Quantized, padded, scales
-from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, largest_kernel
+from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, magnitudes_kernel
 from xent.backends.triton.launches import Kernel, cdiv, launch, next_power_of_2
 
 __all__ = ["GpuArithmetic", "unavailable"]
@@ -54,7 +54,7 @@ class GpuArithmetic(Arithmetic):
         matrix = _with_rows(matrix)
         rows, columns = map(padded, matrix.shape)
         largest = torch.zeros(rows, dtype=torch.float32, device=matrix.device)
-        _over_tiles(largest_kernel, matrix, None, None, largest, None)
+        _over_tiles(magnitudes_kernel, matrix, None, None, largest, None)
         scale = scales(largest, CODES)
         codes = torch.empty(rows, columns, dtype=CODES, device=matrix.device)
         transposed = torch.empty(columns, rows, dtype=CODES, device=matrix.device) if transposes else None
@@ -71,7 +71,7 @@ class GpuArithmetic(Arithmetic):
             None if factors is None else torch.zeros(size, dtype=torch.float32, device=like.device)
             for factors, size in ((of_classes, rows), (of_rows, columns))
         ]
-        _over_tiles(largest_kernel, grad, of_rows, of_classes, *largest)
+        _over_tiles(magnitudes_kernel, grad, of_rows, of_classes, *largest)
         by_row = by_column = None
         if largest[0] is not None:
             codes = torch.empty(rows, columns, dtype=GRADIENT_CODES, device=like.device)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from xent.backends.triton.launches import kernel
 
-__all__ = ["classes_kernel", "codes_kernel", "hidden_kernel", "largest_kernel"]
+__all__ = ["classes_kernel", "codes_kernel", "hidden_kernel", "magnitudes_kernel"]
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _put_largest(place, index, size, x, AXIS: tl.constexpr):
 
 
 @kernel
-def largest_kernel(
+def magnitudes_kernel(
     matrix,  # (R, C)
     stride: "i64",
     rows: "i32",
