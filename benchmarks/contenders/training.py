@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders.entry import contender, find_peer
@@ -43,12 +44,15 @@ def _plain(model: Any) -> Iterator[_Loss]:
     yield _own_loss(model)
 
 
-@_variant("xent", kind="ours")
-def _xent(model: Any) -> Iterator[_Loss]:
+def _patched(model: Any, **options: Any) -> Iterator[_Loss]:
     from xent.integrations.transformers import patch
 
-    with patch(model):
+    with patch(model, **options):
         yield _own_loss(model)
+
+
+_variant("xent", kind="ours")(_patched)
+_variant("xent FP8", kind="ours")(partial(_patched, precision="fp8"))
 
 
 @_variant("Liger")

@@ -14,6 +14,7 @@ import xent
 from tests.covering import crossed
 from tests.options import OPTIONS
 from tests.targets import Target
+from xent.backends.torch import fp8_source
 from xent.core.spec import BackendError
 
 V, WIDTH, ROWS = 70, 24, 20
@@ -121,7 +122,7 @@ def judge(target: Target, given: dict[str, Tensor], options: dict[str, Any], **o
 
 
 @pytest.mark.parametrize(
-    *crossed(options=list(OPTIONS), reduction=["mean", "sum", "none"], bias=[False, True], workspace=[None, 4 * 80 * 7])
+    *crossed(options=list(OPTIONS), reduction=["mean", "sum", "none"], bias=[False, True], workspace=[None, 2 * 80 * 7])
 )
 def test_options(target: Target, options: str, reduction: str, bias: bool, workspace: int | None) -> None:
     given = inputs(target)
@@ -138,6 +139,37 @@ def test_options(target: Target, options: str, reduction: str, bias: bool, works
 def test_shifts_and_heads(target: Target, shift: Any, workspace: int | None) -> None:
     lead = (len(shift), ROWS) if isinstance(shift, tuple) else (ROWS,)
     judge(target, inputs(target, lead=lead), {"shift": shift}, workspace=workspace)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantize the gradient of 16 classes at a time."""
+    monkeypatch.setattr(fp8_source, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(fp8_source, "_BLOCK_CLASSES", 16)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("options", ["plain", "smoothing", "probabilities", "weight"])
+@pytest.mark.parametrize("workspace", [None, 2 * 80 * 7])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_blocks_of_classes(target: Target, options: str, workspace: int | None, reduction: str) -> None:
+    given = inputs(target)
+    judge(target, given, options_of(options, given) | {"reduction": reduction}, workspace=workspace)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("workspace", [None, 2 * 80 * 7])
+def test_leaves_have_the_same_bits_alone(target: Target, workspace: int | None) -> None:
+    gradients: dict[str, list[Tensor | None]] = {"input": [], "linear_weight": []}
+    for trained in (("input", "linear_weight"), ("input",), ("linear_weight",)):
+        given = inputs(target)
+        for name in ("input", "linear_weight", "linear_bias"):
+            given[name].requires_grad_(name in trained)
+        xent.linear_cross_entropy(**given, precision="fp8", backend=target.name, workspace=workspace).backward()
+        for name in trained:
+            gradients[name].append(given[name].grad)
+    for first, second in gradients.values():
+        assert torch.equal(first, second)  # type: ignore[arg-type]
 
 
 def test_the_target_is_exact(target: Target) -> None:
@@ -168,10 +200,13 @@ def test_the_target_is_exact(target: Target) -> None:
 @pytest.mark.parametrize("name", ["input", "linear_weight"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_infinities_and_nan(target: Target, value: float, name: str, reduction: str) -> None:
-    """They give NaN where they do in bfloat16."""
+    """They give NaN where they do in float32: products in bfloat16 of some CPUs also give NaN in other rows."""
     found = []
     for precision in (None, "fp8"):
         given = inputs(target)
+        if precision is None:
+            wide = {name: value.detach().float().requires_grad_() for name, value in given.items() if name != "target"}
+            given = wide | {"target": given["target"]}
         with torch.no_grad():
             given[name][2, 3] = value
         loss = xent.linear_cross_entropy(**given, reduction=reduction, precision=precision, backend=target.name)
@@ -213,7 +248,7 @@ def test_logits_do_not_depend_on_parts(target: Target) -> None:
     given = inputs(target)
     losses = [
         xent.linear_cross_entropy(**given, reduction="none", precision="fp8", backend=target.name, workspace=workspace)
-        for workspace in (None, 1, 4 * 80 * 7)
+        for workspace in (None, 1, 2 * 80 * 7)
     ]
     if target.device == "cpu":
         assert torch.equal(losses[0], losses[1])

@@ -13,8 +13,9 @@ targets y, whose entries are g ::
     logits = (H @ C.T) s_r s_c          dh = Q(G s_c) @ C + g W_y
     dW = Q((G s_r).T) @ H + sum_{r: y_r = c} g_r h_r
 
-`Q` quantizes each row. So both products with W take the same codes, in two layouts. The last terms are not quantized:
-they are summed in float32, rows in the order of the call, and rounded once with the product.
+`Q` quantizes each row, for dh the row of a block of classes, whose products are summed in float32. So both products
+with W take the same codes, in two layouts. The last terms are not quantized: they are summed in float32, rows in the
+order of the call, and rounded once with the product.
 
 `Arithmetic` emulates it on every device, with float32 products. `xent.backends.triton.fp8` has the kernels.
 """

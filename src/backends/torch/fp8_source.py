@@ -10,14 +10,15 @@ from xent.backends.torch.contract import Block, Coefficients, Loaded, Schedule, 
 from xent.backends.torch.fp8 import Arithmetic, Quantized, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
-from xent.backends.torch.sources import Computed, Stored, most_columns
+from xent.backends.torch.sources import Computed, Stored, most_columns, part_rows
 from xent.core.call import Classes, Product
-from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Computed8"]
 
-_PIECE_BYTES = 128 * 2**20
-"""Of the classifier's gradient of a part that is computed at a time, and then added."""
+_BLOCK_BYTES = 64 * 2**20
+"""Of the codes of a block of classes and of its product, see `Computed8.add`."""
+_BLOCK_CLASSES = 256
+"""A block has a multiple of these."""
 
 
 class _Head(Classifier):
@@ -40,18 +41,21 @@ class _Head(Classifier):
 class _Sum(ProductSum):
     """The sum of the classifier's gradients of parts."""
 
-    def add_quantized(self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor) -> None:
-        """Add a part's product of the gradient's columns (C, R) and codes of hidden states (D, R)."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added yet: the sum has no memory."""
+        return self._sum is None
+
+    def add_quantized(self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor, start: int) -> None:
+        """Add the product of columns from `start` on of a part's gradient (C, R) and codes of hidden states (D, R)."""
         classes, width = self._like.shape
-        if self._sum is None:
-            product = arithmetic.product(*columns[:2], hidden, ones)[:classes, :width]
+        product = arithmetic.product(*columns[:2], hidden, ones)[: classes - start, :width]
+        if self._sum is None and len(product) == classes:
             self._sum = product.to(self._dtype).contiguous()
             return
-        step = padded(_PIECE_BYTES // (2 * width))
-        for start in range(0, classes, step):
-            codes, scale = columns.codes[start : start + step], columns.scale[start : start + step]
-            total = self._sum[start : start + step]
-            total += arithmetic.product(codes, scale, hidden, ones)[: len(total), :width]
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+        self._sum[start : start + len(product)] += product
 
     def add_targets(self, arithmetic: Arithmetic, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
         """Add the exact part of all rows."""
@@ -80,9 +84,7 @@ class Computed8(Computed):
         """(N,) float32: the gradients of the targets' logits, for the gradients of the classifier and the bias."""
         self._codes: Any = None
         """Those of the hidden states of the current part."""
-        # Of an element the logits take 2 bytes, and the codes of their gradient in two layouts 2 more.
-        columns = padded(most_columns(setting, setting.width))
-        return rows_per_chunk(setting.count, columns, 4, source.workspace, setting.device.type)
+        return part_rows(setting, padded(most_columns(setting, setting.width)), 2, source.workspace)
 
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule, and allocate the gradients."""
@@ -135,25 +137,66 @@ class Computed8(Computed):
         hidden = self._codes
         if of_weight is not None and hidden.transposed is None:
             hidden = arithmetic.quantize(loaded.trained, True)
-        rows, columns = arithmetic.quantize_gradient(
-            grad,
-            None if of_input is None else head.quantized_rows.scale,
-            None if of_weight is None else hidden.scale,
-        )
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=of_bias.dtype)
-        loaded.logits = loaded.grad = grad = None
-        if rows is not None and of_input is not None:
-            weight: Any = head.quantized_rows.transposed
-            product = arithmetic.product(rows.codes, rows.scale, weight, self._ones)
-            product = product[: part.stop - part.start, : head.hidden.shape[1]]
-            arithmetic.put_hidden(product, head.weight, self._ids, of_targets, part, of_input)
-        if part.last:
-            self._send()
-        if columns is not None and of_weight is not None:
-            of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones)
+        # The first product of the classifier's gradient is that gradient. The codes of all classes take less memory.
+        whole = of_weight is not None and of_weight.is_empty and len(grad) <= head.hidden.shape[1]
+        sends = part.last and self._setting.call.shards is not None
+        del grad
+        if whole or sends:
+            self._add_blocks(loaded, hidden, of_input, None, False)
+            of_input = None
+            if sends:  # the sum over ranks starts before the products of the classifier's gradient
+                self._send()
+        self._add_blocks(loaded, hidden, of_input, of_weight, whole)
         if of_targets is not None:
             part.put(of_targets, self._of_targets)
+
+    def _add_blocks(self, loaded: Loaded, hidden: Quantized, of_input: Any, of_weight: Any, whole: bool) -> None:
+        """Add the products of a part: a block of classes at a time, so that few codes are in memory, or `whole`."""
+        part, head = loaded.part, self._head
+        count, (classes, width) = part.stop - part.start, head.weight.shape
+        step = max(_BLOCK_BYTES // (2 * (count + width)) // _BLOCK_CLASSES, 1) * _BLOCK_CLASSES
+        total: Any = None
+        """(R', D'): the product of the hidden states' gradient."""
+        for start in range(0, classes, classes if whole else step):
+            stop = min(start + step, classes) if not whole else classes
+            product = self._add_block(loaded, hidden, start, stop, of_input is not None, of_weight)
+            if product is None:
+                continue
+            if total is None:
+                total = product if stop == classes else product.float()
+            else:
+                total += product
+        if total is not None:
+            total = total[:count, : head.hidden.shape[1]]
+            self._arithmetic.put_hidden(total, head.weight, self._ids, loaded.target_grad, part, of_input)
+
+    def _add_block(
+        self, loaded: Loaded, hidden: Quantized, start: int, stop: int, of_input: bool, of_weight: Any
+    ) -> Tensor | None:
+        """Quantize the gradient of a block of classes. Return its product with the classifier, if `of_input`."""
+        arithmetic, head, of_block = (
+            self._arithmetic,
+            self._head.quantized_rows,
+            slice(start, start + padded(stop - start)),
+        )
+        grad: Any = loaded.grad
+        rows, columns = arithmetic.quantize_gradient(
+            grad[:, start:stop],
+            head.scale[of_block] if of_input else None,
+            None if of_weight is None else hidden.scale,
+        )
+        if stop == grad.shape[1] and of_weight is not None:
+            loaded.logits = loaded.grad = None
+        del grad
+        product = None
+        if rows is not None:
+            weight: Any = head.transposed
+            product = arithmetic.product(rows.codes, rows.scale, weight[:, of_block], self._ones)
+        if columns is not None:
+            of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones, start)
+        return product
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, with the targets' part of those of classifier and bias."""

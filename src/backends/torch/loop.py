@@ -128,6 +128,7 @@ def _run(
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)
     waiting: tuple[Loaded, Any] | None = None
+    block: Block | None
     for part in schedule:
         loaded = source.load(part)
         if ranks is not None and not is_stored:
@@ -135,6 +136,7 @@ def _run(
         if fused:
             for block in source.blocks(loaded):
                 steps.whole_rows(block, part, saved)
+            block = None  # the source may free its logits
             source.add(loaded)
         elif again:
             assert saved is not None

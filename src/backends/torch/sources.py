@@ -16,7 +16,7 @@ from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, pad
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part", "most_columns"]
+__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part", "most_columns", "part_rows"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -51,7 +51,7 @@ class Stored:
                 self._gradients[..., width:] = 0
         size = self._teacher.bytes_per_row if self._teacher else 0
         return (
-            _rows_of(self._setting, size, 1, _workspace(self._setting, size)) if size else max(self._setting.count, 1)
+            part_rows(self._setting, size, 1, _workspace(self._setting, size)) if size else max(self._setting.count, 1)
         )
 
     def start(self, schedule: Schedule) -> None:
@@ -144,13 +144,13 @@ class Computed(Stored):
             columns = most_columns(setting, columns)
         if divides:
             more = self._teacher.bytes_per_row if self._teacher else 0
-            return _rows_of(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
+            return part_rows(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
         if shards is None and workspace is None and setting.device.type != "cpu":
             # With wider logits a part has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // compute.itemsize
-        rows = _rows_of(setting, columns, size, workspace)
+        rows = part_rows(setting, columns, size, workspace)
         self.overlaps = shards is not None and setting.upstream is None and rows < setting.count
-        return _rows_of(setting, columns, size + self._dtype.itemsize, workspace) if self.overlaps else rows
+        return part_rows(setting, columns, size + self._dtype.itemsize, workspace) if self.overlaps else rows
 
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule, and allocate the gradients."""
@@ -286,7 +286,7 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     if source.input.dtype != compute or source.weight.dtype != compute:
         return False
     columns = padded_columns(setting.width, setting.device)
-    return _rows_of(setting, columns, compute.itemsize, source.workspace) >= setting.count
+    return part_rows(setting, columns, compute.itemsize, source.workspace) >= setting.count
 
 
 def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
@@ -363,7 +363,7 @@ def _workspace(setting: Setting, size: int, requested: int | None = None) -> int
     return requested or max(_WORKSPACE_CPU if setting.device.type == "cpu" else largest, _FEWEST_ROWS * size)
 
 
-def _rows_of(setting: Setting, columns: int, size: int, workspace: int | None) -> int:
+def part_rows(setting: Setting, columns: int, size: int, workspace: int | None) -> int:
     """Return the rows of a part whose logits have `columns` columns of `size` bytes."""
     source, device = setting.call.source, setting.device
     rounds = False

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import Part
-from xent.backends.torch.fp8 import CODES, GRADIENT_CODES, Arithmetic, Quantized, padded, scales
+from xent.backends.torch.fp8 import CODES, GRADIENT_CODES, Arithmetic, Quantized, padded
 from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, magnitudes_kernel
 from xent.backends.triton.launches import Kernel, cdiv, launch, next_power_of_2
 
@@ -52,38 +52,36 @@ class GpuArithmetic(Arithmetic):
     def quantize(self, matrix: Tensor, transposes: bool) -> Quantized:
         """Quantize the rows of a matrix."""
         matrix = _with_rows(matrix)
-        rows, columns = map(padded, matrix.shape)
-        largest = torch.zeros(rows, dtype=torch.float32, device=matrix.device)
+        (rows, columns), device = map(padded, matrix.shape), matrix.device
+        largest = torch.zeros(rows, dtype=torch.float32, device=device)
         _over_tiles(magnitudes_kernel, matrix, None, None, largest, None)
-        scale = scales(largest, CODES)
-        codes = torch.empty(rows, columns, dtype=CODES, device=matrix.device)
-        transposed = torch.empty(columns, rows, dtype=CODES, device=matrix.device) if transposes else None
-        inverses = scale.reciprocal()
-        _over_tiles(codes_kernel, matrix, codes, inverses, None, transposed, None, inverses)
+        codes = torch.empty(rows, columns, dtype=CODES, device=device)
+        transposed = torch.empty(columns, rows, dtype=CODES, device=device) if transposes else None
+        scale = torch.empty_like(largest)
+        _over_tiles(codes_kernel, matrix, codes, largest, scale, None, transposed, None, None, None)
         return Quantized(codes, scale, transposed)
 
     def quantize_gradient(
         self, grad: Tensor, of_classes: Tensor | None, of_rows: Tensor | None
     ) -> tuple[Quantized | None, Quantized | None]:
         """Quantize rows and columns of the gradient of logits."""
-        (rows, columns), like = map(padded, grad.shape), grad
-        largest = [
-            None if factors is None else torch.zeros(size, dtype=torch.float32, device=like.device)
-            for factors, size in ((of_classes, rows), (of_rows, columns))
-        ]
-        _over_tiles(magnitudes_kernel, grad, of_rows, of_classes, *largest)
-        by_row = by_column = None
-        if largest[0] is not None:
-            codes = torch.empty(rows, columns, dtype=GRADIENT_CODES, device=like.device)
-            by_row = Quantized(codes, scales(largest[0], GRADIENT_CODES))
-        if largest[1] is not None:
-            codes = torch.empty(columns, rows, dtype=CODES, device=like.device)
-            by_column = Quantized(codes, scales(largest[1], CODES))
-        inverses = [
-            (None, None) if quantized is None else (quantized.codes, quantized.scale.reciprocal())
-            for quantized in (by_row, by_column)
-        ]
-        _over_tiles(codes_kernel, grad, *inverses[0], of_classes, *inverses[1], of_rows)
+        (rows, columns), device = map(padded, grad.shape), grad.device
+        by_row = by_column = largest_of_rows = largest_of_columns = None
+        if of_classes is not None:
+            codes = torch.empty(rows, columns, dtype=GRADIENT_CODES, device=device)
+            by_row = Quantized(codes, torch.empty(rows, dtype=torch.float32, device=device))
+            largest_of_rows = torch.zeros(rows, dtype=torch.float32, device=device)
+        if of_rows is not None:
+            codes = torch.empty(columns, rows, dtype=CODES, device=device)
+            by_column = Quantized(codes, torch.empty(columns, dtype=torch.float32, device=device))
+            largest_of_columns = torch.zeros(columns, dtype=torch.float32, device=device)
+        _over_tiles(magnitudes_kernel, grad, of_rows, of_classes, largest_of_rows, largest_of_columns)
+        codes_of_rows, scale_of_rows = (None, None) if by_row is None else by_row[:2]
+        codes_of_columns, scale_of_columns = (None, None) if by_column is None else by_column[:2]
+        _over_tiles(
+            *(codes_kernel, grad, codes_of_rows, largest_of_rows, scale_of_rows, of_classes),
+            *(codes_of_columns, largest_of_columns, scale_of_columns, of_rows),
+        )
         return by_row, by_column
 
     def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:

@@ -134,6 +134,10 @@ class Inputs:
             nothing.numbers if numbers is None else numbers,
             nothing.order,
         )
+        statistics = decisions.stats or decisions.statistics
+        alone = numbers is temperature is options.weight is options.sample_weight is None
+        self.plain = alone and isinstance(target, Classes) and not statistics
+        """Whether rows have only targets, a divisor, a loss and its gradient."""
         self.kind = alignment(ids, options.sample_weight, options.weight, temperature)
         """The alignment of the tensors of callers in argument groups; that of others is known."""
         self.upstreams = no_upstreams(self.device)

@@ -71,19 +71,19 @@ class Rows(NamedTuple):
 
     target: Tensor | None
     """Integers; None for class probabilities."""
-    sample_weight: Tensor
-    class_weight: Tensor | None
+    sample_weight: Tensor | None = None
+    class_weight: Tensor | None = None
     """(C,) float32: of the classes of this rank. Null if there are none, or None with label smoothing."""
-    total_weight: Tensor | None
+    total_weight: Tensor | None = None
     """() float32: the sum of the class weights of this rank, with label smoothing."""
-    divisor: Tensor
+    divisor: Tensor | None = None
     """(3,) float32: the divisor D, what gradients of rows are divided by (0 if D is 0), and the remaining factor of
     float16 gradients. Null if D is 1."""
-    temperature: Tensor
-    numbers: Tensor
+    temperature: Tensor | None = None
+    numbers: Tensor | None = None
     """(4,) float32: label smoothing, z-loss, softcap and logit scale, if one of them is a tensor; they replace
     `Numbers`."""
-    order: Tensor
+    order: Tensor | None = None
     """int64: the rows in the order in which they are computed; null for that of the call."""
 
 

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from xent.backends.triton.launches import kernel
 
+LEAST_SCALE = tl.constexpr(2.0**-100)
+
 __all__ = ["classes_kernel", "codes_kernel", "hidden_kernel", "magnitudes_kernel"]
 
 
@@ -43,6 +45,17 @@ def _put_largest(place, index, size, x, AXIS: tl.constexpr):
     tl.atomic_max(place.to(tl.pointer_type(tl.int32)) + index, bits, mask=index < size, sem="relaxed")
 
 
+@triton.jit
+def _scale_of(largest, index, size, scale, writes, kind: tl.constexpr):
+    """Return the scales of rows or columns with codes of a kind, see `xent.backends.torch.fp8.scales`; write them."""
+    LARGEST_CODE: tl.constexpr = 57344.0 if kind == tl.float8e5 else 448.0
+    value = tl.load(largest + index, mask=index < size, other=0.0)
+    own = tl.maximum(tl.div_rn(value, LARGEST_CODE), LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    own = tl.where(value == 0, 1.0, tl.where(value == float("inf"), float("nan"), own))
+    tl.store(scale + index, own, mask=tl.where(writes, index < size, False))
+    return own
+
+
 @kernel
 def magnitudes_kernel(
     matrix,  # (R, C)
@@ -72,28 +85,37 @@ def codes_kernel(
     rows: "i32",
     columns: "i32",
     codes,  # (R', C') in 8 bits, or None
-    row_inverses,  # (R',) float32: 1 / the scales of the codes
+    of_rows,  # (R',) float32: the rows' largest absolute values, times the factors
+    row_scale,  # (R',) float32: the scales of the codes
     column_factors,  # (C',) float32, of the codes; or None
     transposed,  # (C', R') in 8 bits, or None
-    column_inverses,  # (C',) float32: 1 / the scales of the transposed codes; or None
-    row_factors,  # (R',) float32, of the transposed codes
+    of_columns,  # (C',) float32: the columns' largest absolute values; None for the same codes as those of the rows
+    column_scale,  # (C',) float32: the scales of the transposed codes; or None
+    row_factors,  # (R',) float32, of the transposed codes; or None
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Quantize a tile in both layouts."""
+    """Quantize a tile in both layouts. The first tiles also write the scales."""
     r, c, x = _tile(matrix, stride, rows, columns, ALIGNED, ROWS, COLUMNS)
     height, width = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
     inside = (r < height)[:, None] & (c < width)[None, :]
+    tall = tl.cdiv(rows, ROWS)
     if codes is not None:
-        scaled = _times(x, row_inverses, column_factors, r, c, rows, columns)
+        kind: tl.constexpr = codes.dtype.element_ty
+        scale = _scale_of(of_rows, r, height, row_scale, tl.program_id(0) // tall == 0, kind)
+        scaled = _times(x, None, column_factors, r, c, rows, columns) * tl.div_rn(1.0, scale)[:, None]
+        own = scaled.to(kind)
         places = codes + r.to(tl.int64)[:, None] * width + c[None, :]
-        tl.store(tl.multiple_of(places, (1, 16)), scaled.to(codes.dtype.element_ty), mask=inside)
+        tl.store(tl.multiple_of(places, (1, 16)), own, mask=inside)
     if transposed is not None:
-        scaled = _times(_times(x, row_factors, None, r, c, rows, columns), None, column_inverses, r, c, rows, columns)
+        if of_columns is not None:
+            turned_kind: tl.constexpr = transposed.dtype.element_ty
+            scale = _scale_of(of_columns, c, width, column_scale, tl.program_id(0) % tall == 0, turned_kind)
+            scaled = _times(x, row_factors, None, r, c, rows, columns) * tl.div_rn(1.0, scale)[None, :]
+            own = scaled.to(turned_kind)
         places = transposed + c.to(tl.int64)[:, None] * height + r[None, :]
-        turned = tl.trans(scaled.to(transposed.dtype.element_ty))
-        tl.store(tl.multiple_of(places, (1, 16)), turned, mask=tl.trans(inside))
+        tl.store(tl.multiple_of(places, (1, 16)), tl.trans(own), mask=tl.trans(inside))
 
 
 @kernel
