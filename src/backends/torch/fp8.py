@@ -13,9 +13,9 @@ targets y, whose entries are g ::
     logits = (H @ C.T) s_r s_c          dh = Q(G s_c) @ C + g W_y
     dW = Q((G s_r).T) @ H + sum_{r: y_r = c} g_r h_r
 
-`Q` quantizes each row, for dh the row of a block of classes, whose products are summed in float32. So both products
-with W take the same codes, in two layouts. The last terms are not quantized: they are summed in float32, rows in the
-order of the call, and rounded once with the product.
+`Q` quantizes each row, for dh the row of a group of classes, whose products are summed in float32. Both products with W
+take the same codes, in two layouts. The last terms are not quantized: they are summed in float32, rows in the order of
+the call, and rounded once with the product.
 
 `Arithmetic` emulates it on every device, with float32 products. `xent.backends.triton.fp8` has the kernels.
 """
@@ -28,11 +28,9 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Part
 
-__all__ = ["CODES", "GRADIENT_CODES", "Arithmetic", "Quantized", "padded", "scales"]
+__all__ = ["CODES", "Arithmetic", "Factors", "Quantized", "padded"]
 
 CODES = torch.float8_e4m3fn
-GRADIENT_CODES = torch.float8_e5m2
-"""Of the gradient's rows, whose small elements need the range. Its columns are in `CODES`."""
 _MULTIPLE = 16
 _LEAST_SCALE = 2.0**-100
 
@@ -48,14 +46,27 @@ class Quantized(NamedTuple):
     """(K, R): the same codes."""
 
 
+class Factors(NamedTuple):
+    """The rows (R', C') of a product's left factor that are to be quantized."""
+
+    codes: Tensor
+    """(R', C'): memory, whose columns are adjacent."""
+    scale: Tensor
+    """(R',) float32: memory."""
+    largest: Tensor
+    """(R',) float32: the largest absolute values."""
+    of_others: Tensor
+    """(C',) float32: the scales of the right factor, by which the elements are multiplied first."""
+
+
 def padded(size: int) -> int:
     """Return a size rounded up to a multiple of 16."""
     return -(-size // _MULTIPLE) * _MULTIPLE
 
 
-def scales(largest: Tensor, kind: torch.dtype) -> Tensor:
+def scales(largest: Tensor) -> Tensor:
     """Return the scales of rows from their largest absolute values, float32."""
-    scale = (largest / torch.finfo(kind).max).clamp_(min=_LEAST_SCALE)
+    scale = (largest / torch.finfo(CODES).max).clamp_(min=_LEAST_SCALE)
     return scale.masked_fill_(largest == 0, 1).masked_fill_(largest == torch.inf, torch.nan)
 
 
@@ -64,20 +75,36 @@ class Arithmetic:
 
     def quantize(self, matrix: Tensor, transposes: bool) -> Quantized:
         """Quantize the rows of a matrix (R, K); `transposes`: also return its codes transposed."""
-        codes, scale = _quantized(matrix, CODES)
+        wide = _padded(matrix)
+        scale = scales(wide.abs().amax(1))
+        codes = (wide * scale.reciprocal()[:, None]).to(CODES)
         return Quantized(codes, scale, codes.t().contiguous() if transposes else None)
 
-    def quantize_gradient(
-        self, grad: Tensor, of_classes: Tensor | None, of_rows: Tensor | None
-    ) -> tuple[Quantized | None, Quantized | None]:
-        """Quantize the rows of grad (R, C) times the scales of classes, and its columns times the scales of rows.
+    def largest(
+        self, grad: Tensor, class_scale: Tensor | None, row_scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the largest absolute values of the rows (R',) of grad (R, C), times the scales of classes (C',).
 
-        None for that whose scales are None.
+        And those of its columns (C',), times the scales of rows (R',). None for that whose scales are None.
         """
+        magnitudes = _padded(grad).abs()
         return (
-            None if of_classes is None else Quantized(*_quantized(grad, GRADIENT_CODES, of_classes)),
-            None if of_rows is None else Quantized(*_quantized(grad.t(), CODES, of_rows)),
+            None if class_scale is None else (magnitudes * class_scale).amax(1),
+            None if row_scale is None else (magnitudes * row_scale[:, None]).amax(0),
         )
+
+    def memory(self, rows: int, columns: int, device: torch.device) -> Quantized:
+        """Return memory for the codes and scales of a matrix (R, K)."""
+        codes = torch.empty(padded(rows), padded(columns), dtype=CODES, device=device)
+        return Quantized(codes, torch.empty(padded(rows), dtype=torch.float32, device=device))
+
+    def quantize_gradient(self, grad: Tensor, rows: Factors | None, columns: Factors | None) -> None:
+        """Quantize the rows of grad (R, C), and its columns, both into given memory."""
+        for matrix, factors in ((grad, rows), (grad.t(), columns)):
+            if factors is not None:
+                factors.scale.copy_(scales(factors.largest))
+                codes = _padded(matrix) * factors.of_others * factors.scale.reciprocal()[:, None]
+                factors.codes.copy_(codes.to(CODES))
 
     def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
         """Return the product (M, N) of codes (M, K) and (N, K), in bfloat16."""
@@ -107,11 +134,7 @@ class Arithmetic:
         total[classes] = (total[classes] + sums).to(total.dtype)
 
 
-def _quantized(matrix: Tensor, kind: torch.dtype, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of the rows of a matrix, times the factors of its columns."""
+def _padded(matrix: Tensor) -> Tensor:
+    """Return a matrix (R, C) in float32, padded to (R', C')."""
     rows, columns = matrix.shape
-    x = F.pad(matrix.float(), (0, padded(columns) - columns, 0, padded(rows) - rows))
-    if factors is not None:
-        x = x * factors
-    scale = scales(x.abs().amax(1), kind)
-    return (x * scale.reciprocal()[:, None]).to(kind), scale
+    return F.pad(matrix.float(), (0, padded(columns) - columns, 0, padded(rows) - rows))

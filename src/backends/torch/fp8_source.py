@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Coefficients, Loaded, Schedule, wide
-from xent.backends.torch.fp8 import Arithmetic, Quantized, padded
+from xent.backends.torch.fp8 import CODES, Arithmetic, Factors, Quantized, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
 from xent.backends.torch.sources import Computed, Stored, most_columns, part_rows
@@ -15,10 +15,16 @@ from xent.core.call import Classes, Product
 
 __all__ = ["Computed8"]
 
-_BLOCK_BYTES = 64 * 2**20
-"""Of the codes of a block of classes and of its product, see `Computed8.add`."""
-_BLOCK_CLASSES = 256
-"""A block has a multiple of these."""
+_GROUP = 2**15
+"""Classes for which a row of the gradient has one scale."""
+_BLOCK_BYTES, _LEAST_BLOCK = 64 * 2**20, 256
+"""Of a block of classes: the bytes of its columns' codes and of their product, and its least number of classes."""
+
+
+def block_classes(width: int, rows: int) -> int:
+    """Return the number of classes, a power of two, of a block of the gradient of `rows` rows."""
+    most = max(_BLOCK_BYTES // (2 * width + rows), _LEAST_BLOCK)
+    return min(1 << (most.bit_length() - 1), _GROUP)
 
 
 class _Head(Classifier):
@@ -46,16 +52,21 @@ class _Sum(ProductSum):
         """Whether nothing was added yet: the sum has no memory."""
         return self._sum is None
 
-    def add_quantized(self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor, start: int) -> None:
+    def add_quantized(
+        self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor, start: int = 0
+    ) -> None:
         """Add the product of columns from `start` on of a part's gradient (C, R) and codes of hidden states (D, R)."""
         classes, width = self._like.shape
-        product = arithmetic.product(*columns[:2], hidden, ones)[: classes - start, :width]
-        if self._sum is None and len(product) == classes:
-            self._sum = product.to(self._dtype).contiguous()
+        stop = min(start + len(columns.codes), classes)
+        if self._sum is None and stop - start == classes:
+            self._sum = arithmetic.product(*columns[:2], hidden, ones)[:classes, :width].to(self._dtype).contiguous()
             return
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=self._dtype)
-        self._sum[start : start + len(product)] += product
+        step = block_classes(*hidden.shape)
+        for first in range(start, stop, step):
+            block, total = slice(first - start, first - start + step), self._sum[first : min(first + step, stop)]
+            total += arithmetic.product(columns.codes[block], columns.scale[block], hidden, ones)[: len(total), :width]
 
     def add_targets(self, arithmetic: Arithmetic, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
         """Add the exact part of all rows."""
@@ -84,6 +95,8 @@ class Computed8(Computed):
         """(N,) float32: the gradients of the targets' logits, for the gradients of the classifier and the bias."""
         self._codes: Any = None
         """Those of the hidden states of the current part."""
+        self._room: Any = None
+        """(R', C') bfloat16: the memory of its logits."""
         return part_rows(setting, padded(most_columns(setting, setting.width)), 2, source.workspace)
 
     def start(self, schedule: Schedule) -> None:
@@ -110,7 +123,8 @@ class Computed8(Computed):
             factors = self._codes.codes, self._codes.scale, head.quantized_rows.codes, head.quantized_rows.scale
             loaded.logits = head.hidden.new_empty(count, 0)
             if head.classes:
-                loaded.logits = self._arithmetic.product(*factors)[:count, : head.classes]
+                self._room = self._arithmetic.product(*factors)
+                loaded.logits = self._room[:count, : head.classes]
             if head.bias is not None:
                 loaded.logits += head.bias
         of_targets = None
@@ -139,64 +153,71 @@ class Computed8(Computed):
             hidden = arithmetic.quantize(loaded.trained, True)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=of_bias.dtype)
-        # The first product of the classifier's gradient is that gradient. The codes of all classes take less memory.
-        whole = of_weight is not None and of_weight.is_empty and len(grad) <= head.hidden.shape[1]
+        count, width = part.stop - part.start, head.hidden.shape[1]
         sends = part.last and self._setting.call.shards is not None
-        del grad
-        if whole or sends:
-            self._add_blocks(loaded, hidden, of_input, None, False)
-            of_input = None
-            if sends:  # the sum over ranks starts before the products of the classifier's gradient
-                self._send()
-        self._add_blocks(loaded, hidden, of_input, of_weight, whole)
+        # The first product of the classifier's gradient is that gradient, and gets the memory that the logits had. The
+        # sum of the hidden states' gradient over ranks starts before the last products of the classifier's.
+        waits = of_weight is not None and (sends or (of_weight.is_empty and count <= 2 * width))
+        columns: Any = None
+        if of_weight is not None:
+            classes = head.classes if waits else min(block_classes(width, count), head.classes)
+            columns = arithmetic.memory(classes, count, head.hidden.device)
+        total: Any = None
+        """(R', D'): the product of the hidden states' gradient."""
+        for start in range(0, head.classes, _GROUP):
+            group = range(start, min(start + _GROUP, head.classes))
+            product = self._add_group(grad, group, hidden, columns, waits)
+            if product is not None:
+                alone = len(group) == head.classes
+                total = product if alone else product.float() if total is None else total.add_(product)
+        loaded.logits = loaded.grad = self._room = grad = None
+        if total is not None:
+            total = total[:count, :width]
+            arithmetic.put_hidden(total, head.weight, self._ids, of_targets, part, of_input)
+        if sends:
+            self._send()
+        if waits:
+            of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones)
         if of_targets is not None:
             part.put(of_targets, self._of_targets)
 
-    def _add_blocks(self, loaded: Loaded, hidden: Quantized, of_input: Any, of_weight: Any, whole: bool) -> None:
-        """Add the products of a part: a block of classes at a time, so that few codes are in memory, or `whole`."""
-        part, head = loaded.part, self._head
-        count, (classes, width) = part.stop - part.start, head.weight.shape
-        step = max(_BLOCK_BYTES // (2 * (count + width)) // _BLOCK_CLASSES, 1) * _BLOCK_CLASSES
-        total: Any = None
-        """(R', D'): the product of the hidden states' gradient."""
-        for start in range(0, classes, classes if whole else step):
-            stop = min(start + step, classes) if not whole else classes
-            product = self._add_block(loaded, hidden, start, stop, of_input is not None, of_weight)
-            if product is None:
-                continue
-            if total is None:
-                total = product if stop == classes else product.float()
-            else:
-                total += product
-        if total is not None:
-            total = total[:count, : head.hidden.shape[1]]
-            self._arithmetic.put_hidden(total, head.weight, self._ids, loaded.target_grad, part, of_input)
-
-    def _add_block(
-        self, loaded: Loaded, hidden: Quantized, start: int, stop: int, of_input: bool, of_weight: Any
+    def _add_group(
+        self, grad: Tensor, group: range, hidden: Quantized, columns: Quantized, waits: bool
     ) -> Tensor | None:
-        """Quantize the gradient of a block of classes. Return its product with the classifier, if `of_input`."""
-        arithmetic, head, of_block = (
-            self._arithmetic,
-            self._head.quantized_rows,
-            slice(start, start + padded(stop - start)),
-        )
-        grad: Any = loaded.grad
-        rows, columns = arithmetic.quantize_gradient(
-            grad[:, start:stop],
-            head.scale[of_block] if of_input else None,
-            None if of_weight is None else hidden.scale,
-        )
-        if stop == grad.shape[1] and of_weight is not None:
-            loaded.logits = loaded.grad = None
-        del grad
-        product = None
-        if rows is not None:
-            weight: Any = head.transposed
-            product = arithmetic.product(rows.codes, rows.scale, weight[:, of_block], self._ones)
-        if columns is not None:
-            of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones, start)
-        return product
+        """Quantize the gradient of a group of classes, and add its products to the classifier's, unless that `waits`.
+
+        `columns` is memory for the columns' codes: of all classes if the classifier's gradient waits, else of a block.
+        The rows' codes are written over the gradient. Return their product with the classifier.
+        """
+        arithmetic, head, (of_input, of_weight, _) = self._arithmetic, self._head.quantized_rows, self._gradients
+        row_codes, in_group = self._room.view(CODES), slice(group.start, group.start + padded(len(group)))
+        class_scale: Any = None if of_input is None else head.scale[in_group]
+        row_scale: Any = None if of_weight is None else hidden.scale
+        largest: Any = arithmetic.largest(grad[:, group.start : group.stop], class_scale, row_scale)
+        scale: Any = None if class_scale is None else torch.empty_like(largest[0])
+        step = block_classes(self._head.hidden.shape[1], len(grad))
+        for start in range(group.start, group.stop, step):
+            stop = min(start + step, group.stop)
+            block = slice(start, start + padded(stop - start))
+            in_block = slice(start - group.start, block.stop - group.start)
+            rows = by_column = None
+            if class_scale is not None:
+                # Codes are written where the gradient of earlier classes was, but for those of the first block.
+                codes = row_codes[:, block] if start else row_codes.new_empty(len(row_codes), block.stop)
+                rows = Factors(codes, scale, largest[0], class_scale[in_block])
+            if row_scale is not None:
+                place = block if waits else slice(0, block.stop - start)
+                by_column = Factors(columns.codes[place], columns.scale[place], largest[1][in_block], row_scale)
+            arithmetic.quantize_gradient(grad[:, start:stop], rows, by_column)
+            if rows is not None and not start:
+                row_codes[:, block] = rows.codes
+            if by_column is not None and not waits:
+                of_block = Quantized(by_column.codes, by_column.scale)
+                of_weight.add_quantized(arithmetic, of_block, hidden.transposed, self._ones, start)
+        if class_scale is None:
+            return None
+        weight: Any = head.transposed
+        return arithmetic.product(row_codes[:, in_group], scale, weight[:, in_group], self._ones)
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, with the targets' part of those of classifier and bias."""

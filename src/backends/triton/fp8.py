@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import Part
-from xent.backends.torch.fp8 import CODES, GRADIENT_CODES, Arithmetic, Quantized, padded
+from xent.backends.torch.fp8 import CODES, Arithmetic, Factors, Quantized, padded
 from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, magnitudes_kernel
 from xent.backends.triton.launches import Kernel, cdiv, launch, next_power_of_2
 
@@ -52,37 +52,33 @@ class GpuArithmetic(Arithmetic):
     def quantize(self, matrix: Tensor, transposes: bool) -> Quantized:
         """Quantize the rows of a matrix."""
         matrix = _with_rows(matrix)
-        (rows, columns), device = map(padded, matrix.shape), matrix.device
-        largest = torch.zeros(rows, dtype=torch.float32, device=device)
+        codes, scale, _ = self.memory(len(matrix), matrix.shape[1], matrix.device)
+        transposed = torch.empty(codes.shape[::-1], dtype=CODES, device=codes.device) if transposes else None
+        largest = torch.zeros_like(scale)
         _over_tiles(magnitudes_kernel, matrix, None, None, largest, None)
-        codes = torch.empty(rows, columns, dtype=CODES, device=device)
-        transposed = torch.empty(columns, rows, dtype=CODES, device=device) if transposes else None
-        scale = torch.empty_like(largest)
-        _over_tiles(codes_kernel, matrix, codes, largest, scale, None, transposed, None, None, None)
+        _over_tiles(codes_kernel, matrix, codes, codes.stride(0), largest, scale, None, transposed, None, None, None)
         return Quantized(codes, scale, transposed)
 
-    def quantize_gradient(
-        self, grad: Tensor, of_classes: Tensor | None, of_rows: Tensor | None
-    ) -> tuple[Quantized | None, Quantized | None]:
+    def largest(
+        self, grad: Tensor, class_scale: Tensor | None, row_scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the largest absolute values of rows and columns."""
+        of_rows, of_columns = [
+            None if scale is None else torch.zeros(padded(size), dtype=torch.float32, device=grad.device)
+            for scale, size in zip((class_scale, row_scale), grad.shape, strict=True)
+        ]
+        _over_tiles(magnitudes_kernel, grad, row_scale, class_scale, of_rows, of_columns)
+        return of_rows, of_columns
+
+    def quantize_gradient(self, grad: Tensor, rows: Factors | None, columns: Factors | None) -> None:
         """Quantize rows and columns of the gradient of logits."""
-        (rows, columns), device = map(padded, grad.shape), grad.device
-        by_row = by_column = largest_of_rows = largest_of_columns = None
-        if of_classes is not None:
-            codes = torch.empty(rows, columns, dtype=GRADIENT_CODES, device=device)
-            by_row = Quantized(codes, torch.empty(rows, dtype=torch.float32, device=device))
-            largest_of_rows = torch.zeros(rows, dtype=torch.float32, device=device)
-        if of_rows is not None:
-            codes = torch.empty(columns, rows, dtype=CODES, device=device)
-            by_column = Quantized(codes, torch.empty(columns, dtype=torch.float32, device=device))
-            largest_of_columns = torch.zeros(columns, dtype=torch.float32, device=device)
-        _over_tiles(magnitudes_kernel, grad, of_rows, of_classes, largest_of_rows, largest_of_columns)
-        codes_of_rows, scale_of_rows = (None, None) if by_row is None else by_row[:2]
-        codes_of_columns, scale_of_columns = (None, None) if by_column is None else by_column[:2]
-        _over_tiles(
-            *(codes_kernel, grad, codes_of_rows, largest_of_rows, scale_of_rows, of_classes),
-            *(codes_of_columns, largest_of_columns, scale_of_columns, of_rows),
-        )
-        return by_row, by_column
+        by_row: tuple[Any, ...] = (None, 0, None, None, None)
+        if rows is not None:
+            by_row = rows.codes, rows.codes.stride(0), rows.largest, rows.scale, rows.of_others
+        by_column: tuple[Any, ...] = (None, None, None, None)
+        if columns is not None:
+            by_column = columns.codes, columns.largest, columns.scale, columns.of_others
+        _over_tiles(codes_kernel, grad, *by_row, *by_column)
 
     def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
         """Return a product of codes."""
@@ -125,7 +121,7 @@ class GpuArithmetic(Arithmetic):
         )
 
 
-def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | None) -> None:
+def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | int | None) -> None:
     """Launch a kernel with one program per tile of a matrix."""
     rows, columns = matrix.shape
     launch(

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from xent.backends.triton.launches import kernel
 
-LEAST_SCALE = tl.constexpr(2.0**-100)
+LARGEST_CODE, LEAST_SCALE = tl.constexpr(448.0), tl.constexpr(2.0**-100)
 
 __all__ = ["classes_kernel", "codes_kernel", "hidden_kernel", "magnitudes_kernel"]
 
@@ -46,9 +46,8 @@ def _put_largest(place, index, size, x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(largest, index, size, scale, writes, kind: tl.constexpr):
-    """Return the scales of rows or columns with codes of a kind, see `xent.backends.torch.fp8.scales`; write them."""
-    LARGEST_CODE: tl.constexpr = 57344.0 if kind == tl.float8e5 else 448.0
+def _scale_of(largest, index, size, scale, writes):
+    """Return the scales of rows or columns, see `xent.backends.torch.fp8.scales`, and write them."""
     value = tl.load(largest + index, mask=index < size, other=0.0)
     own = tl.maximum(tl.div_rn(value, LARGEST_CODE), LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
     own = tl.where(value == 0, 1.0, tl.where(value == float("inf"), float("nan"), own))
@@ -84,7 +83,8 @@ def codes_kernel(
     stride: "i64",
     rows: "i32",
     columns: "i32",
-    codes,  # (R', C') in 8 bits, or None
+    codes,  # (R', C') in 8 bits, rows `codes_row` apart, or None
+    codes_row: "i64",
     of_rows,  # (R',) float32: the rows' largest absolute values, times the factors
     row_scale,  # (R',) float32: the scales of the codes
     column_factors,  # (C',) float32, of the codes; or None
@@ -102,18 +102,16 @@ def codes_kernel(
     inside = (r < height)[:, None] & (c < width)[None, :]
     tall = tl.cdiv(rows, ROWS)
     if codes is not None:
-        kind: tl.constexpr = codes.dtype.element_ty
-        scale = _scale_of(of_rows, r, height, row_scale, tl.program_id(0) // tall == 0, kind)
+        scale = _scale_of(of_rows, r, height, row_scale, tl.program_id(0) // tall == 0)
         scaled = _times(x, None, column_factors, r, c, rows, columns) * tl.div_rn(1.0, scale)[:, None]
-        own = scaled.to(kind)
-        places = codes + r.to(tl.int64)[:, None] * width + c[None, :]
+        own = scaled.to(codes.dtype.element_ty)
+        places = codes + r.to(tl.int64)[:, None] * (codes_row // 16 * 16) + c[None, :]
         tl.store(tl.multiple_of(places, (1, 16)), own, mask=inside)
     if transposed is not None:
         if of_columns is not None:
-            turned_kind: tl.constexpr = transposed.dtype.element_ty
-            scale = _scale_of(of_columns, c, width, column_scale, tl.program_id(0) % tall == 0, turned_kind)
+            scale = _scale_of(of_columns, c, width, column_scale, tl.program_id(0) % tall == 0)
             scaled = _times(x, row_factors, None, r, c, rows, columns) * tl.div_rn(1.0, scale)[None, :]
-            own = scaled.to(turned_kind)
+            own = scaled.to(transposed.dtype.element_ty)
         places = transposed + c.to(tl.int64)[:, None] * height + r[None, :]
         tl.store(tl.multiple_of(places, (1, 16)), tl.trans(own), mask=tl.trans(inside))
 
