@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 import xent
 from benchmarks.devices import default_device
 from benchmarks.facts import device_facts, machine_facts, merge
-from benchmarks.tables import Table
+from benchmarks.fp8_report import draw, make_table, read
 from demo.model import LanguageModel
 from demo.text import Text, load_text, sample_batches, validation_batch
 
@@ -35,7 +34,6 @@ __all__ = ["main"]
 
 Head = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(hidden states (N, D), classifier (V, D), both bfloat16, targets (N,), logit scale) -> mean loss"""
-_COLORS = {"bfloat16": "black", "FP8": "#1b7f5c", "FP8 throughout": "C3"}
 
 
 @dataclass(frozen=True)
@@ -159,8 +157,8 @@ def _held_out_loss(model: LanguageModel, text: Text, sizes: _Sizes, device: str)
 def _errors(model: LanguageModel, text: Text, sizes: _Sizes, device: str) -> Iterator[dict[str, Any]]:
     """Yield the errors of each head on held-out text: of the loss, and relative ones of gradients.
 
-    "targets" and "other rows" are the rows of the classifier's gradient for classes that are targets, and the others;
-    "tied" is the gradient of the embedding, which is the classifier. An outlier is a channel of the hidden states times
+    Rows are those of the classifier's gradient. The tied embedding's is the sum of the classifier's and that of the
+    inputs. An outlier is a channel of the hidden states times
     100; the logits are the same if the classifier's is divided by 100.
     """
     windows = validation_batch(text, sizes.batch, sizes.context).to(device)
@@ -172,8 +170,8 @@ def _errors(model: LanguageModel, text: Text, sizes: _Sizes, device: str) -> Ite
         loss = head(*leaves, target, scale)
         hidden, weight = (gradient.double() for gradient in torch.autograd.grad(loss, leaves))
         (embedded,) = torch.autograd.grad(states, model.token.weight, hidden.to(states), retain_graph=True)
-        rows = {"targets": weight[is_target], "other rows": weight[~is_target]}
-        return loss.item(), {"hidden": hidden, "classifier": weight, **rows, "tied": weight + embedded}
+        rows = {"rows of targets": weight[is_target], "other rows": weight[~is_target]}
+        return loss.item(), {"hidden states": hidden, "classifier": weight, **rows, "tied embedding": weight + embedded}
 
     channels = {"trained": (1, 1), "outlier, same logits": (100, 0.01), "outlier": (100, 1)}
     for (data, factors), scale in product(channels.items(), (0.5, 1.0, 2.0)):
@@ -187,80 +185,6 @@ def _errors(model: LanguageModel, text: Text, sizes: _Sizes, device: str) -> Ite
             errors = {part: float((results[part] - true[part]).norm() / true[part].norm()) for part in true}
             fields = {"data": data, "scale": scale, "head": name, "mean loss": mean, "loss": loss - mean}
             yield fields | {part: float(f"{error:.4g}") for part, error in errors.items()}
-
-
-def _windows(run: dict[str, Any], count: int, column: int = 1) -> list[tuple[float, float]]:
-    """Return the mean steps and losses of this many equal parts of training."""
-    points = run["training"]
-    parts = [points[len(points) * part // count : len(points) * (part + 1) // count] for part in range(count)]
-    return [(statistics.fmean(p[0] for p in part), statistics.fmean(p[column] for p in part)) for part in parts]
-
-
-def _training_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """Return float32 losses of the last fifth of training and of held-out text, and what heads report beyond."""
-    cells: dict[str, dict[str, list[tuple[float, ...]]]] = {}
-    for run in runs:
-        (_, wide), (_, own) = _windows(run, 5)[-1], _windows(run, 5, 2)[-1]
-        for row in (str(run["seed"]), "mean"):
-            cells.setdefault(row, {}).setdefault(run["head"], []).append((wide, run["held out"][-1][1], own - wide))
-    cells["mean"] = cells.pop("mean")
-    rows = []
-    for row, heads in cells.items():
-        means = [map(statistics.fmean, zip(*numbers, strict=True)) for numbers in heads.values()]
-        rows.append((row, *("{:.3f}, {:.3f}, {:+.4f}".format(*each) for each in means)))
-    return Table("", ("seed", *_COLORS), tuple(rows))
-
-
-def _errors_table(records: Sequence[dict[str, Any]]) -> Table:
-    """Return a row per case; a cell has the errors of PyTorch's bfloat16 head, of FP8, and of FP8 throughout."""
-    of: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for record in records:
-        of.setdefault((record["data"], record["scale"], record["mean loss"]), {})[record["head"]] = record
-    shown = ("PyTorch", "FP8", "FP8 throughout")
-    columns = ("hidden", "classifier", "targets", "other rows", "tied")
-    rows = []
-    for (data, scale, mean), heads in of.items():
-        cells = [
-            ", ".join(f"{100 * heads[name].get(column, float('nan')):.2f}" for name in shown) + "%"
-            for column in columns
-        ]
-        losses = ", ".join(f"{heads[name]['loss']:+.4f}" for name in shown)
-        rows.append((data, f"{scale:g}", f"{mean:.2f}", losses, *cells))
-    return Table("", ("data", "scale", "mean loss", "loss", *columns), tuple(rows))
-
-
-def _draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw float32 losses: of training in windows of a 25th, their difference to bfloat16, and of held-out text."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(11, 4), layout="constrained")
-    bases = {run["seed"]: _windows(run, 25) for run in runs if run["head"] == "bfloat16"}
-    handles = {}
-    for run in runs:
-        look = {"color": _COLORS[run["head"]], "linestyle": ("-", "--", ":")[run["seed"] % 3], "linewidth": 1.2}
-        points = _windows(run, 25)
-        (handles[f"{run['head']}, seed {run['seed']}"],) = axes[0].plot(*zip(*points, strict=True), **look)
-        base = bases[run["seed"]]
-        axes[1].plot([x for x, _ in points], [y - z for (_, y), (_, z) in zip(points, base, strict=True)], **look)
-        axes[2].plot(*zip(*run["held out"], strict=True), marker="o", markersize=3, **look)
-    titles = ("training text", "training text, minus bfloat16 of the seed", "held-out text")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("loss in float32")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(bases), frameon=False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _read(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the lines of a file that have a key; none if there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [fields for fields in map(json.loads, lines) if key in fields]
 
 
 def _append(path: Path, *lines: dict[str, Any]) -> None:
@@ -287,9 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     curves, errors = (options.out / f"fp8-{name}{suffix}.jsonl" for name in ("training", "errors"))
     if not options.show:
         _measure(options, curves, errors)
-    runs = _read(curves, "seed")
-    _draw(runs, curves.with_suffix(".png"))
-    print(_training_table(runs).markdown(), _errors_table(_read(errors, "data")).markdown(), sep="\n")
+    draw(read(curves, "seed"), curves.with_suffix(".png"))
+    print(make_table(curves).markdown(), make_table(errors).markdown(), sep="\n")
     return 0
 
 
@@ -304,7 +227,7 @@ def _measure(options: argparse.Namespace, curves: Path, errors: Path) -> None:
     machine = {"machine": merge(machine_facts(), device_facts(options.device))}
     facts = {"sizes": {**asdict(sizes), "vocabulary": text.vocabulary}, "characters": text.characters}
     _append(curves, machine, facts)
-    present = {(run["seed"], run["head"]) for run in _read(curves, "seed")}
+    present = {(run["seed"], run["head"]) for run in read(curves, "seed")}
     for seed in options.seeds:
         for name, head in _heads(options.device).items() if time.monotonic() < deadline else ():
             if (seed, name) in present:
