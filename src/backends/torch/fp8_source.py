@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Coefficients, Loaded, Schedule, wide
-from xent.backends.torch.fp8 import CODES, Arithmetic, Factors, Quantized, padded
+from xent.backends.torch.fp8 import Arithmetic, Entries, Factors, Quantized, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
 from xent.backends.torch.sources import Computed, Stored, most_columns, part_rows
@@ -15,16 +15,12 @@ from xent.core.call import Classes, Product
 
 __all__ = ["Computed8"]
 
-_GROUP = 2**15
-"""Classes for which a row of the gradient has one scale."""
-_BLOCK_BYTES, _LEAST_BLOCK = 64 * 2**20, 256
-"""Of a block of classes: the bytes of its columns' codes and of their product, and its least number of classes."""
-
-
-def block_classes(width: int, rows: int) -> int:
-    """Return the number of classes, a power of two, of a block of the gradient of `rows` rows."""
-    most = max(_BLOCK_BYTES // (2 * width + rows), _LEAST_BLOCK)
-    return min(1 << (most.bit_length() - 1), _GROUP)
+LIKELIEST = 8
+"""The classes of a row, besides the target, that are not quantized."""
+_GROUP = 2**14
+"""The classes for which a row of the gradient has one scale, and whose columns are quantized at a time."""
+_PIECE_BYTES, _LEAST_PIECE = 32 * 2**20, 256
+"""Of the classifier's gradient of a part that is computed at a time, and its least number of classes."""
 
 
 class _Head(Classifier):
@@ -63,15 +59,15 @@ class _Sum(ProductSum):
             return
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=self._dtype)
-        step = block_classes(*hidden.shape)
+        step = max(padded(_PIECE_BYTES // (2 * width)), _LEAST_PIECE)
         for first in range(start, stop, step):
-            block, total = slice(first - start, first - start + step), self._sum[first : min(first + step, stop)]
-            total += arithmetic.product(columns.codes[block], columns.scale[block], hidden, ones)[: len(total), :width]
+            piece, total = slice(first - start, first - start + step), self._sum[first : min(first + step, stop)]
+            total += arithmetic.product(columns.codes[piece], columns.scale[piece], hidden, ones)[: len(total), :width]
 
-    def add_targets(self, arithmetic: Arithmetic, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
+    def add_entries(self, arithmetic: Arithmetic, hidden: Tensor, entries: Entries) -> None:
         """Add the exact part of all rows."""
         if self._sum is not None:
-            arithmetic.add_to_classes(self._sum, hidden, ids, of_targets)
+            arithmetic.add_to_classes(self._sum, hidden, entries)
 
 
 class Computed8(Computed):
@@ -91,12 +87,16 @@ class Computed8(Computed):
         """(N,) int64: the targets relative to the first class of this rank. None for class probabilities."""
         if isinstance(setting.call.target, Classes):
             self._ids = setting.call.target.ids.to(torch.int64) - setting.first
-        self._of_targets: Any = None
-        """(N,) float32: the gradients of the targets' logits, for the gradients of the classifier and the bias."""
+        scale = setting.call.activation.logit_scale
+        count = 0 if isinstance(scale, float | int) and scale < 0 else min(LIKELIEST, self._head.classes)
+        self._likeliest = count
+        """The number of likeliest classes; none with a negative logit scale."""
+        self._entries: Any = None
+        """`Entries` of all rows, for the gradients of the classifier and the bias."""
         self._codes: Any = None
         """Those of the hidden states of the current part."""
-        self._room: Any = None
-        """(R', C') bfloat16: the memory of its logits."""
+        self._likely: Any = None
+        """(R, E) int64: the likeliest classes of its rows."""
         return part_rows(setting, padded(most_columns(setting, setting.width)), 2, source.workspace)
 
     def start(self, schedule: Schedule) -> None:
@@ -111,8 +111,12 @@ class Computed8(Computed):
             _Sum(head.weight, source.weight.dtype, schedule.chunks) if needs[1] else None,
             torch.zeros(head.classes, dtype=wide(head.compute), device=device) if needs[2] else None,
         ]
-        if self._ids is not None:
-            self._of_targets = torch.zeros(self._setting.count, dtype=torch.float32, device=device)
+        if needs[1] or needs[2]:
+            shape = self._setting.count, self._likeliest + int(self._ids is not None)
+            self._entries = Entries(
+                torch.zeros(shape, dtype=torch.int64, device=device),
+                torch.zeros(shape, dtype=torch.float32, device=device),
+            )
 
     def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
         """Yield all rows of a part in one block."""
@@ -123,10 +127,13 @@ class Computed8(Computed):
             factors = self._codes.codes, self._codes.scale, head.quantized_rows.codes, head.quantized_rows.scale
             loaded.logits = head.hidden.new_empty(count, 0)
             if head.classes:
-                self._room = self._arithmetic.product(*factors)
-                loaded.logits = self._room[:count, : head.classes]
+                loaded.logits = self._arithmetic.product(*factors)[:count, : head.classes]
             if head.bias is not None:
                 loaded.logits += head.bias
+            self._likely = loaded.logits.new_empty(count, 0, dtype=torch.int64)
+            if self._likeliest:
+                self._likely = self._arithmetic.likeliest(loaded.logits, self._likeliest)
+                self._arithmetic.correct(loaded.logits, loaded.hidden, head.weight, head.bias, self._likely)
         of_targets = None
         if self.needs_gradient:
             loaded.grad = loaded.logits
@@ -141,7 +148,7 @@ class Computed8(Computed):
 
     def add(self, loaded: Loaded) -> None:
         """Quantize the gradient of a part's logits, and multiply it into those of hidden states and classifier."""
-        part, grad, of_targets, head = loaded.part, loaded.grad, loaded.target_grad, self._head
+        part, grad, head = loaded.part, loaded.grad, self._head
         gradients: list[Any] = self._gradients
         arithmetic, (of_input, of_weight, of_bias) = self._arithmetic, gradients
         if not head.classes and of_input is not None:
@@ -153,6 +160,7 @@ class Computed8(Computed):
             hidden = arithmetic.quantize(loaded.trained, True)
         if of_bias is not None:
             of_bias += grad.sum(0, dtype=of_bias.dtype)
+        entries = self._exact_entries(loaded, grad)
         count, width = part.stop - part.start, head.hidden.shape[1]
         sends = part.last and self._setting.call.shards is not None
         # The first product of the classifier's gradient is that gradient, and gets the memory that the logits had. The
@@ -160,7 +168,7 @@ class Computed8(Computed):
         waits = of_weight is not None and (sends or (of_weight.is_empty and count <= 2 * width))
         columns: Any = None
         if of_weight is not None:
-            classes = head.classes if waits else min(block_classes(width, count), head.classes)
+            classes = head.classes if waits else min(_GROUP, head.classes)
             columns = arithmetic.memory(classes, count, head.hidden.device)
         total: Any = None
         """(R', D'): the product of the hidden states' gradient."""
@@ -170,62 +178,57 @@ class Computed8(Computed):
             if product is not None:
                 alone = len(group) == head.classes
                 total = product if alone else product.float() if total is None else total.add_(product)
-        loaded.logits = loaded.grad = self._room = grad = None
-        if total is not None:
-            total = total[:count, :width]
-            arithmetic.put_hidden(total, head.weight, self._ids, of_targets, part, of_input)
+        loaded.logits = loaded.grad = grad = None
+        if of_input is not None:
+            arithmetic.put_hidden(total[:count, :width], head.weight, entries, part, of_input)
         if sends:
             self._send()
-        if waits:
+        if of_weight is not None and waits:
             of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones)
-        if of_targets is not None:
-            part.put(of_targets, self._of_targets)
 
-    def _add_group(
-        self, grad: Tensor, group: range, hidden: Quantized, columns: Quantized, waits: bool
-    ) -> Tensor | None:
+    def _exact_entries(self, loaded: Loaded, grad: Tensor) -> Entries:
+        """Return the exact entries of a part, and set those in the gradient to 0; the target's are 0 there already."""
+        part, ids = loaded.part, self._likely
+        entries = Entries(ids, grad.gather(1, ids).float())
+        grad.scatter_(1, ids, 0)
+        if loaded.target_grad is not None:
+            ids = torch.cat((self._ids[part.indices, None], ids), 1)
+            entries = Entries(ids, torch.cat((loaded.target_grad[:, None], entries.grads), 1))
+        if self._entries is not None:
+            for own, of_all in zip(entries, self._entries, strict=True):
+                part.put(own, of_all)
+        return entries
+
+    def _add_group(self, grad: Tensor, group: range, hidden: Quantized, columns: Any, waits: bool) -> Tensor | None:
         """Quantize the gradient of a group of classes, and add its products to the classifier's, unless that `waits`.
 
-        `columns` is memory for the columns' codes: of all classes if the classifier's gradient waits, else of a block.
-        The rows' codes are written over the gradient. Return their product with the classifier.
+        `columns` is memory for the columns' codes: of all classes if the classifier's gradient waits, else of a group.
+        Return the product of the rows with the classifier.
         """
-        arithmetic, head, (of_input, of_weight, _) = self._arithmetic, self._head.quantized_rows, self._gradients
-        row_codes, in_group = self._room.view(CODES), slice(group.start, group.start + padded(len(group)))
-        class_scale: Any = None if of_input is None else head.scale[in_group]
-        row_scale: Any = None if of_weight is None else hidden.scale
-        largest: Any = arithmetic.largest(grad[:, group.start : group.stop], class_scale, row_scale)
-        scale: Any = None if class_scale is None else torch.empty_like(largest[0])
-        step = block_classes(self._head.hidden.shape[1], len(grad))
-        for start in range(group.start, group.stop, step):
-            stop = min(start + step, group.stop)
-            block = slice(start, start + padded(stop - start))
-            in_block = slice(start - group.start, block.stop - group.start)
-            rows = by_column = None
-            if class_scale is not None:
-                # Codes are written where the gradient of earlier classes was, but for those of the first block.
-                codes = row_codes[:, block] if start else row_codes.new_empty(len(row_codes), block.stop)
-                rows = Factors(codes, scale, largest[0], class_scale[in_block])
-            if row_scale is not None:
-                place = block if waits else slice(0, block.stop - start)
-                by_column = Factors(columns.codes[place], columns.scale[place], largest[1][in_block], row_scale)
-            arithmetic.quantize_gradient(grad[:, start:stop], rows, by_column)
-            if rows is not None and not start:
-                row_codes[:, block] = rows.codes
-            if by_column is not None and not waits:
-                of_block = Quantized(by_column.codes, by_column.scale)
-                of_weight.add_quantized(arithmetic, of_block, hidden.transposed, self._ones, start)
-        if class_scale is None:
+        gradients: list[Any] = self._gradients
+        arithmetic, head, (of_input, of_weight, _) = self._arithmetic, self._head.quantized_rows, gradients
+        in_group, own = slice(group.start, group.start + padded(len(group))), grad[:, group.start : group.stop]
+        rows = by_column = None
+        if of_input is not None:
+            rows = Factors(*arithmetic.memory(len(own), len(group), grad.device)[:2], head.scale[in_group])
+        if of_weight is not None:
+            place = in_group if waits else slice(0, padded(len(group)))
+            by_column = Factors(columns.codes[place], columns.scale[place], hidden.scale)
+        arithmetic.quantize_gradient(own, rows, by_column)
+        if of_weight is not None and by_column is not None and not waits:
+            of_group = Quantized(*by_column[:2])
+            of_weight.add_quantized(arithmetic, of_group, hidden.transposed, self._ones, group.start)
+        if rows is None:
             return None
         weight: Any = head.transposed
-        return arithmetic.product(row_codes[:, in_group], scale, weight[:, in_group], self._ones)
+        return arithmetic.product(*rows[:2], weight[:, in_group], self._ones)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients, with the targets' part of those of classifier and bias."""
+        """Return the gradients, with the exact part of those of classifier and bias."""
         _, of_weight, of_bias = self._gradients
-        ids, of_targets = self._ids, self._of_targets
-        if of_targets is not None and of_weight is not None:
-            of_weight.add_targets(self._arithmetic, self._head.hidden, ids, of_targets)
-        if of_targets is not None and of_bias is not None and len(of_bias):
-            places = ids.clamp(0, len(of_bias) - 1)
+        if of_weight is not None:
+            of_weight.add_entries(self._arithmetic, self._head.hidden, self._entries)
+        if of_bias is not None and len(of_bias) and self._ids is not None:
+            places, of_targets = self._ids.clamp(0, len(of_bias) - 1), self._entries.grads[:, 0]
             of_bias.index_put_((places,), of_targets.to(of_bias.dtype), accumulate=True)
         return super().gradients()

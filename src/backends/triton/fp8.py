@@ -11,9 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import Part
-from xent.backends.torch.fp8 import CODES, Arithmetic, Factors, Quantized, padded
-from xent.backends.triton.kernels.fp8_kernels import classes_kernel, codes_kernel, hidden_kernel, magnitudes_kernel
+from xent.backends.torch.fp8 import CODES, Arithmetic, Entries, Factors, Quantized
+from xent.backends.triton.kernels.fp8_kernels import (
+    classes_kernel,
+    codes_kernel,
+    exact_kernel,
+    hidden_kernel,
+    magnitudes_kernel,
+)
+from xent.backends.triton.largest import largest
 from xent.backends.triton.launches import Kernel, cdiv, launch, next_power_of_2
+from xent.core.call import Activation
 
 __all__ = ["GpuArithmetic", "unavailable"]
 
@@ -56,29 +64,22 @@ class GpuArithmetic(Arithmetic):
         transposed = torch.empty(codes.shape[::-1], dtype=CODES, device=codes.device) if transposes else None
         largest = torch.zeros_like(scale)
         _over_tiles(magnitudes_kernel, matrix, None, None, largest, None)
-        _over_tiles(codes_kernel, matrix, codes, codes.stride(0), largest, scale, None, transposed, None, None, None)
+        _over_tiles(codes_kernel, matrix, codes, largest, scale, None, transposed, None, None, None)
         return Quantized(codes, scale, transposed)
-
-    def largest(
-        self, grad: Tensor, class_scale: Tensor | None, row_scale: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the largest absolute values of rows and columns."""
-        of_rows, of_columns = [
-            None if scale is None else torch.zeros(padded(size), dtype=torch.float32, device=grad.device)
-            for scale, size in zip((class_scale, row_scale), grad.shape, strict=True)
-        ]
-        _over_tiles(magnitudes_kernel, grad, row_scale, class_scale, of_rows, of_columns)
-        return of_rows, of_columns
 
     def quantize_gradient(self, grad: Tensor, rows: Factors | None, columns: Factors | None) -> None:
         """Quantize rows and columns of the gradient of logits."""
-        by_row: tuple[Any, ...] = (None, 0, None, None, None)
-        if rows is not None:
-            by_row = rows.codes, rows.codes.stride(0), rows.largest, rows.scale, rows.of_others
-        by_column: tuple[Any, ...] = (None, None, None, None)
-        if columns is not None:
-            by_column = columns.codes, columns.largest, columns.scale, columns.of_others
-        _over_tiles(codes_kernel, grad, *by_row, *by_column)
+        class_scale, row_scale = (None if factors is None else factors.of_others for factors in (rows, columns))
+        largest_of_rows, largest_of_columns = (
+            None if factors is None else torch.zeros_like(factors.scale) for factors in (rows, columns)
+        )
+        _over_tiles(magnitudes_kernel, grad, row_scale, class_scale, largest_of_rows, largest_of_columns)
+        row_codes, scale_of_rows = (None, None) if rows is None else rows[:2]
+        column_codes, scale_of_columns = (None, None) if columns is None else columns[:2]
+        _over_tiles(
+            *(codes_kernel, grad, row_codes, largest_of_rows, scale_of_rows, class_scale),
+            *(column_codes, largest_of_columns, scale_of_columns, row_scale),
+        )
 
     def product(self, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
         """Return a product of codes."""
@@ -92,36 +93,56 @@ class GpuArithmetic(Arithmetic):
         )
         return product
 
-    def put_hidden(
-        self, product: Tensor, weight: Tensor, ids: Tensor, of_targets: Tensor | None, part: Part, out: Tensor
-    ) -> None:
+    def likeliest(self, logits: Tensor, count: int) -> Tensor:
+        """Return the classes of the largest logits of each row."""
+        return largest(logits, count, Activation())[0]
+
+    def correct(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> None:
+        """Write the exact logits of some classes."""
+        size, entries = hidden.shape[1], ids.shape[1]
+        hidden = _with_rows(hidden)
+        launch(
+            exact_kernel,
+            len(logits),
+            (
+                *(logits, logits.stride(0), hidden, hidden.stride(0), weight, *weight.stride(), bias),
+                *(ids, entries, size),
+            ),
+            {"ENTRIES": next_power_of_2(entries), "BLOCK": min(next_power_of_2(size), 512)},
+            num_warps=4,
+        )
+
+    def put_hidden(self, product: Tensor, weight: Tensor, entries: Entries, part: Part, out: Tensor) -> None:
         """Write the gradient of the hidden states of a part."""
         size = out.shape[1]
         launch(
             hidden_kernel,
             part.stop - part.start,
             (
-                *(product, product.stride(0), weight, *weight.stride(), ids, of_targets, part.rows),
-                *(part.start, out, len(weight), size),
+                *(product, product.stride(0), weight, *weight.stride(), *entries, part.rows),
+                *(part.start, out, len(weight), entries.ids.shape[1], size),
             ),
             {"BLOCK": min(next_power_of_2(size), 1024)},
             num_warps=4,
         )
 
-    def add_to_classes(self, total: Tensor, hidden: Tensor, ids: Tensor, of_targets: Tensor) -> None:
-        """Add the targets' part to the gradient of the classifier."""
-        size, (ordered, order) = total.shape[1], ids.sort(stable=True)
+    def add_to_classes(self, total: Tensor, hidden: Tensor, entries: Entries) -> None:
+        """Add the exact entries' part to the gradient of the classifier."""
+        size, (ordered, order) = total.shape[1], entries.ids.flatten().sort(stable=True)
         hidden, block = _with_rows(hidden), min(next_power_of_2(size), 512)
         launch(
             classes_kernel,
-            len(ids) * cdiv(size, block),
-            (total, hidden, hidden.stride(0), of_targets, ordered, order, len(ids), len(total), size),
+            len(ordered) * cdiv(size, block),
+            (
+                *(total, hidden, hidden.stride(0), entries.grads, ordered, order),
+                *(len(ordered), entries.ids.shape[1], len(total), size),
+            ),
             {"ALIGNED": _is_aligned(hidden), "ROWS": 16, "BLOCK": block},
             num_warps=8,
         )
 
 
-def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | int | None) -> None:
+def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | None) -> None:
     """Launch a kernel with one program per tile of a matrix."""
     rows, columns = matrix.shape
     launch(

@@ -90,6 +90,7 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
 def _recording(found: dict[Launch, None]) -> Iterator[None]:
     """Let backend "triton" serve CPU tensors, and add its launches to `found` instead of running them."""
     from xent.backends.triton import steps
+    from xent.backends.triton.fp8 import GpuArithmetic
 
     def launch(self: Any, kind: Any, programs: int, *arguments: Any) -> None:
         function, kinds = self._function, tuple(map(_kind, arguments))
@@ -102,6 +103,11 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         launch_partition(self)
         return torch.arange(self.setting.count), torch.tensor(self.setting.count)
 
+    launch_likeliest = GpuArithmetic.likeliest
+
+    def likeliest(self: Any, logits: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.zeros_like(launch_likeliest(self, logits, count))
+
     replaced = _PATCHED | {"multiprocessors": lambda device: _MULTIPROCESSORS}
     planned.clear()
     with ExitStack() as stack:
@@ -110,6 +116,7 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         stack.enter_context(patch.object(launches.Launch, "__call__", launch))
         stack.callback(planned.clear)
         stack.enter_context(patch.object(steps.TritonSteps, "partition", partition))
+        stack.enter_context(patch.object(GpuArithmetic, "likeliest", likeliest))
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
             if module is not launches:

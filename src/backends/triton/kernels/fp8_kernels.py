@@ -1,4 +1,4 @@
-"""Quantization to 8 bits in two layouts, and the targets' exact part of gradients: see `xent.backends.torch.fp8`.
+"""Quantization to 8 bits in two layouts, and the exact part of logits and gradients: see `xent.backends.torch.fp8`.
 
 Matrices (R, C) have adjacent columns. Codes are (R', C') and transposed ones (C', R'), with R' and C' the next
 multiples of 16. ALIGNED: rows begin at multiples of 16 bytes, and C is a multiple of 16.
@@ -11,7 +11,7 @@ from xent.backends.triton.launches import kernel
 
 LARGEST_CODE, LEAST_SCALE = tl.constexpr(448.0), tl.constexpr(2.0**-100)
 
-__all__ = ["classes_kernel", "codes_kernel", "hidden_kernel", "magnitudes_kernel"]
+__all__ = ["classes_kernel", "codes_kernel", "exact_kernel", "hidden_kernel", "magnitudes_kernel"]
 
 
 @triton.jit
@@ -83,8 +83,7 @@ def codes_kernel(
     stride: "i64",
     rows: "i32",
     columns: "i32",
-    codes,  # (R', C') in 8 bits, rows `codes_row` apart, or None
-    codes_row: "i64",
+    codes,  # (R', C') in 8 bits, or None
     of_rows,  # (R',) float32: the rows' largest absolute values, times the factors
     row_scale,  # (R',) float32: the scales of the codes
     column_factors,  # (C',) float32, of the codes; or None
@@ -105,7 +104,7 @@ def codes_kernel(
         scale = _scale_of(of_rows, r, height, row_scale, tl.program_id(0) // tall == 0)
         scaled = _times(x, None, column_factors, r, c, rows, columns) * tl.div_rn(1.0, scale)[:, None]
         own = scaled.to(codes.dtype.element_ty)
-        places = codes + r.to(tl.int64)[:, None] * (codes_row // 16 * 16) + c[None, :]
+        places = codes + r.to(tl.int64)[:, None] * width + c[None, :]
         tl.store(tl.multiple_of(places, (1, 16)), own, mask=inside)
     if transposed is not None:
         if of_columns is not None:
@@ -117,22 +116,55 @@ def codes_kernel(
 
 
 @kernel
+def exact_kernel(
+    logits,  # (R, C), rows `logits_row` apart
+    logits_row: "i64",
+    hidden,  # (R, D)
+    hidden_row: "i64",
+    weight,  # (C, D) and its strides
+    weight_row: "i64",
+    weight_column: "i64",
+    bias,  # (C,), or None
+    ids,  # (R, E) int64: classes
+    entries: "i32",  # E
+    size: "i32",  # D
+    ENTRIES: tl.constexpr,  # at least E
+    BLOCK: tl.constexpr,
+):
+    """Write the logits of E classes of a row, products of the factors that are not quantized."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, ENTRIES)
+    y = tl.load(ids + row * entries + e, mask=e < entries, other=0)
+    sums = tl.zeros([ENTRIES], tl.float32)
+    for first in range(0, size, BLOCK):
+        d = first + tl.arange(0, BLOCK)
+        h = tl.load(hidden + row * hidden_row + d, mask=d < size, other=0.0).to(tl.float32)
+        places = weight + y[:, None] * weight_row + d[None, :] * weight_column
+        w = tl.load(places, mask=(e < entries)[:, None] & (d < size)[None, :], other=0.0)
+        sums += tl.sum(h[None, :] * w.to(tl.float32), 1)
+    if bias is not None:
+        sums += tl.load(bias + y).to(tl.float32)
+    tl.store(logits + row * logits_row + y, sums.to(logits.dtype.element_ty), mask=e < entries)
+
+
+@kernel
 def hidden_kernel(
     product,  # (R, D), rows `product_row` apart
     product_row: "i64",
     weight,  # (C, D) and its strides
     weight_row: "i64",
     weight_column: "i64",
-    ids,  # (N,) integers
-    of_targets,  # (R,) float32, the gradients of the targets' logits; or None
+    ids,  # (R, E) int64: classes
+    grads,  # (R, E) float32: the gradients of their logits
     order,  # (R,) int64: the rows of the call; or None for those from `start` on
     start: "i64",
     out,  # (N, D), contiguous
     classes: "i64",  # C
+    entries: "i32",  # E
     size: "i32",  # D
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of one hidden state: its row of the product plus g W_y."""
+    """Write the gradient of one hidden state: its row of the product plus g W of its exact entries."""
     local_row = tl.program_id(0).to(tl.int64)
     row = start + local_row
     if order is not None:
@@ -140,8 +172,8 @@ def hidden_kernel(
     for first in range(0, size, BLOCK):
         d = first + tl.arange(0, BLOCK)
         sums = tl.load(product + local_row * product_row + d, mask=d < size, other=0.0).to(tl.float32)
-        if of_targets is not None:
-            y, g = tl.load(ids + row).to(tl.int64), tl.load(of_targets + local_row)
+        for e in range(entries):
+            y, g = tl.load(ids + local_row * entries + e), tl.load(grads + local_row * entries + e)
             own_size = tl.where((y >= 0) & (y < classes) & (g != 0), size, 0)
             w = tl.load(weight + y * weight_row + d * weight_column, mask=d < own_size, other=0.0)
             sums += g * w.to(tl.float32)
@@ -153,32 +185,33 @@ def classes_kernel(
     total,  # (C, D), contiguous
     hidden,  # (N, D)
     hidden_row: "i64",
-    of_targets,  # (N,) float32
-    ordered,  # (N,) integers: the targets, ascending
-    order,  # (N,) int64: their rows
-    count: "i64",  # N
+    grads,  # (N, E) float32: the gradients of the exact entries
+    ordered,  # (N E,) int64: their classes, ascending
+    order,  # (N E,) int64: their places in `grads`
+    count: "i64",  # N E
+    entries: "i32",  # E
     classes: "i64",  # C
     size: "i32",  # D
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add g h of all rows of one target to a part of its row of `total`. One program per part and first row."""
+    """Add g h of all entries of one class to a part of its row of `total`. One program per part and first entry."""
     parts = tl.cdiv(size, BLOCK)
     at = (tl.program_id(0) // parts).to(tl.int64)
     d = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(ordered + at).to(tl.int64)
-    before = tl.load(ordered + at - 1, mask=at > 0, other=-1).to(tl.int64)
+    y = tl.load(ordered + at)
+    before = tl.load(ordered + at - 1, mask=at > 0, other=-1)
     if (y != before) & (y >= 0) & (y < classes):
         sums = tl.zeros([BLOCK], tl.float32)
         if ALIGNED:
             size = size // 16 * 16
         while at < count:
             index = at + tl.arange(0, ROWS)
-            alike = tl.load(ordered + index, mask=index < count, other=-1).to(tl.int64) == y
-            row = tl.load(order + index, mask=alike, other=0)
-            g = tl.load(of_targets + row, mask=alike, other=0.0)
-            places = hidden + row[:, None] * hidden_row + d[None, :]
+            alike = tl.load(ordered + index, mask=index < count, other=-1) == y
+            entry = tl.load(order + index, mask=alike, other=0)
+            g = tl.load(grads + entry, mask=alike, other=0.0)
+            places = hidden + (entry // entries)[:, None] * hidden_row + d[None, :]
             if ALIGNED:
                 places = tl.multiple_of(places, (1, 16))
             h = tl.load(places, mask=(g != 0)[:, None] & (d < size)[None, :], other=0.0)
