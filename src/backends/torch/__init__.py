@@ -1,9 +1,9 @@
 """The PyTorch driver: all functions for tensors of any device, with the steps of that device's backend.
 
-Data flow of a call: `entry` (refusals, results in the caller's shapes) -> `prepare` (rows) -> `function` (autograd),
-under tracers through `operations` -> the passes of `loop` over the parts of the rows, with `sources` and `products` ->
-the steps of a backend, which `contract` describes. The steps of this backend are `portable`, in PyTorch's own
-operations. `shards` has what a vocabulary in shards needs besides.
+Data flow of a call: `planned` (its plan) -> `prepare` (rows) -> `function` (autograd) -> the passes of `loop` over the
+parts of the rows, with `sources` and `products` -> the steps of a backend, which `contract` describes. A call without a
+signature, for example under a tracer, goes from `entry` through `operations`, custom operations that run the rest. The
+steps of this backend are `portable`, in PyTorch's own operations. `shards` has what a vocabulary in shards needs.
 """
 
 from typing import TYPE_CHECKING

@@ -60,7 +60,7 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     results = steps.results()
     if ranks is not None:
         results[plan.names.index("rank")] = ranks.result()
-    if setting.made_first:
+    if setting.forward_gradients:
         results += [gradient for gradient in compress(gradients, requested.leaves) if gradient is not None]
         if requested.scale:
             results.append(_scale_gradient(setting, gradients))
@@ -109,7 +109,7 @@ def _run(
     them for the backward pass.
     """
     steps, call, forward = STEPS[plan.kernel](setting), setting.call, setting.upstream is None
-    needs_gradient, is_stored = setting.made_first or not forward, isinstance(call.source, Given)
+    needs_gradient, is_stored = setting.forward_gradients or not forward, isinstance(call.source, Given)
     if forward and not needs_gradient and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
         if call.shards is not None:
@@ -182,7 +182,7 @@ def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums
     """Wait for the sums of a part, finish its rows, and compute its gradient if one is needed."""
     arrived = sums if isinstance(sums, Tensor) else sums.wait()
     if isinstance(setting.call.target, Dense):
-        steps.meet(arrived, loaded.part)
+        steps.begin_second_fold(arrived, loaded.part)
         arrived = _fold(setting, source, loaded, 2).wait()
     coefficients = steps.finish(arrived, loaded.part, source.needs_gradient, saved)
     if source.needs_gradient:

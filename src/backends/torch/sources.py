@@ -279,7 +279,12 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     """Return whether `at_once` serves a call with a product: all factors have one dtype, and the rows are one part."""
     source: Any = setting.call.source
     compute = setting.compute
-    if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
+    if (
+        setting.call.shards is not None
+        or compute == torch.float16
+        or not setting.forward_gradients
+        or not setting.count
+    ):
         return False
     if not isinstance(source.weight, Tensor) or exact(setting.call) or source.precision is not None:
         return False

@@ -56,8 +56,8 @@ class PortableSteps(Steps):
         self.fuses = setting.call.shards is None
         self.saves = not isinstance(setting.call.target, (Dense, TopK))
         self._kind: Any = LogitRows if self.saves else TeacherRows
-        self.met: dict[str, Tensor] = {}
-        """The sums of the first of two folds."""
+        self.first_sums: dict[str, Tensor] = {}
+        """The merged sums of the first of two folds; empty before it has ended."""
         if setting.call.shards is not None and (setting.upstream is None or not self.saves):
             self.facts.check = row_checks(setting.call, setting.count)
 
@@ -92,12 +92,16 @@ class PortableSteps(Steps):
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
-        compares = not self.met and self.setting.call.shards is not None
-        names = SECOND if self.met else tuple([name for name in self.facts.names if name not in ("check", "range")])
+        compares = not self.first_sums and self.setting.call.shards is not None
+        names = (
+            SECOND if self.first_sums else tuple([name for name in self.facts.names if name not in ("check", "range")])
+        )
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
                 logit_rows = self._kind(facts, piece)
-                named_sums: Any = logit_rows.refold(_of(self.met, rows, part)) if self.met else logit_rows.fold()
+                named_sums: Any = (
+                    logit_rows.refold(_of(self.first_sums, rows, part)) if self.first_sums else logit_rows.fold()
+                )
             else:
                 least, like = torch.finfo(sums.dtype).min, sums[0, : len(piece.logits)]
                 named_sums = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
@@ -117,14 +121,14 @@ class PortableSteps(Steps):
         """Make loss and gradient NaN in those of some rows of the call that are `wrong`, (R,) bool."""
         self.facts.invalidate(index, wrong)
 
-    def meet(self, sums: Tensor, part: Part) -> None:
+    def begin_second_fold(self, sums: Tensor, part: Part) -> None:
         """Merge both normalizers of the rows of a part."""
-        self.met = self._merged(sums, part)
+        self.first_sums = self._merged(sums, part)
 
     def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Coefficients:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
-        merged = merge(SECOND, sums) | self.met if self.met else self._merged(sums, part)
-        self.met = {}
+        merged = merge(SECOND, sums) | self.first_sums if self.first_sums else self._merged(sums, part)
+        self.first_sums = {}
         return self._finish(self.facts.rows(part.indices), merged, needs_gradient, saved)
 
     def _merged(self, packed: Tensor, part: Part) -> dict[str, Tensor]:
@@ -185,7 +189,7 @@ class PortableSteps(Steps):
         if name == "accuracy":
             correct = self._result("predictions") == (self._result("truth") if facts.target is None else facts.target)
             correct = masked(correct, facts.invalid, False)
-            if options.accuracy_of_rows:
+            if options.is_log_probs:
                 return correct.to(facts.dtype)
             return correct.sum().to(facts.dtype) / self._result("count").clamp(min=1)
         if name not in recorded:
@@ -301,7 +305,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         facts.excluded,
     )
     peak, rest, smoothing, z_loss = sums["peak"], sums["rest"], options.label_smoothing, options.z_loss
-    spread, is_class, regular = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
+    spread, is_class, has_z_loss = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
     nll = mass = lse = entropy = beta = beyond = _NONE
     own: Scalar = 0
     loss: Scalar = 0
@@ -333,9 +337,9 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         loss = loss + cost + times(mass, log_sum)
     results = {name: sums[key] for name, key in (("predictions", "place"), ("truth", "truth")) if key in sums}
     results["loss"] = facts.weight * loss
-    if stats or regular:
+    if stats or has_z_loss:
         lse = results["lse"] = peak + log_sum
-    if regular or "z_loss" in stats:
+    if has_z_loss or "z_loss" in stats:
         results["z_loss"] = z_term = facts.weight * times(z_loss, lse.square())
         results["loss"] = results["loss"] + z_term
     if "nll" in stats:
@@ -364,7 +368,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
     gamma, terms = times(w_y, r), [] if of_lse is None else [of_lse]
     if share is not None:
         terms.append(r * mass)
-    if regular:
+    if has_z_loss:
         terms.append(2 * z_loss * r * lse)
     if of_nll is not None and is_class:
         gamma = gamma + of_nll
@@ -389,7 +393,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         "at_target": at_target if is_class else None,
         "zero": zero,
         "share": None if share is None else r * share,
-        "given": None if is_class else of_nll,
+        "of_q": None if is_class else of_nll,
     }
 
 
