@@ -8,7 +8,6 @@ steps of this backend are `portable`, in PyTorch's own operations. `shards` has 
 
 from typing import TYPE_CHECKING
 
-from xent.backends.harness import Harness
 from xent.core.call import Call
 from xent.core.spec import BackendInfo, Stats
 
@@ -67,12 +66,6 @@ class TorchBackend:
 
         self.load()
         return entry.run_top_k(call, self.name)
-
-    def harness(self, device: str | None = None) -> "Harness[Tensor]":
-        """Return the PyTorch harness of the gradient checks."""
-        from xent.backends.torch.harness import TorchHarness
-
-        return TorchHarness(device)
 
 
 BACKEND = TorchBackend()
