@@ -287,8 +287,8 @@ class Steps(Protocol):
     def select(self, source: Any, part: Part) -> Loaded:
         """Gather the hidden states of a part, and compute the logits of its targets on this rank.
 
-        `source` is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden states themselves in a
-        forward pass that computes no gradients (no copy is made then).
+        `source`, here and below, is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden
+        states themselves in a forward pass that computes no gradients (no copy is made then).
         """
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:

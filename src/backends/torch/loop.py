@@ -116,15 +116,15 @@ def _run(
             mark_uncomputed(saved, setting.columns.index("range"), setting.vocabulary)
     if ranks is not None and isinstance(call.source, Given):
         ranks.add(Part(0, setting.count), call.source.logits[..., : setting.width])
-    again = not forward and steps.saves
-    if steps.fuses and not (again or isinstance(call.target, (Dense, TopK))):
+    from_sums = not forward and steps.saves
+    if steps.fuses and not (from_sums or isinstance(call.target, (Dense, TopK))):
         if is_stored:
             return steps, [_whole_rows(setting, steps, needs_gradient, reuse, saved)], saved
         if steps.computes_all and in_one_part(setting, steps):
             return steps, at_once(setting, steps), saved
     kind = Stored if isinstance(call.source, Given) else Computed if call.source.precision is None else Computed8
     source = kind(setting, steps, needs_gradient, reuse)
-    fused = steps.fuses and not again and not source.tiles
+    fused = steps.fuses and not from_sums and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)
     waiting: tuple[Loaded, Any] | None = None
@@ -138,7 +138,7 @@ def _run(
                 steps.whole_rows(block, part, saved)
             block = None  # the source may free its logits
             source.add(loaded)
-        elif again:
+        elif from_sums:
             assert saved is not None
             sums = saved[:, part.indices].unsqueeze(0).contiguous()
             source.differentiate(loaded, steps.finish(sums, part, True, None))

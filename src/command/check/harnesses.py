@@ -3,7 +3,7 @@
 A framework is imported by the first harness that needs it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xent.backends.protocol import Backend
@@ -72,7 +72,7 @@ def _of_metal(harness: AnyHarness) -> AnyHarness:
     return harness
 
 
-_HARNESSES: dict[tuple[str, str], Callable[[str | None], AnyHarness]] = {
+_HARNESSES = {
     ("triton", "torch"): _triton,
     ("metal", "mlx"): _metal,
     ("metal", "torch"): _metal_of_torch,

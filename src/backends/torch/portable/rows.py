@@ -198,7 +198,7 @@ class LogitRows:
         """Set e, its factor and the slope, and return the peak, by default a large x; `keeps`: also set x - peak."""
         x, facts, exact, outside = self._z, self._facts, self._exact, self._outside
         least, largest = torch.finfo(facts.dtype).min, x
-        if not facts.plain or x.dtype != facts.dtype or exact is not None or outside is not None:
+        if not facts.x_is_z or x.dtype != facts.dtype or exact is not None or outside is not None:
             x = self._room("x").copy_(x)
             if exact is not None:
                 self._put(x, exact[:, None].to(facts.dtype))

@@ -41,6 +41,7 @@ _NONE: Any = None
 _SMALLEST_OWN = 1e-19  # rest / own is finite above: rest is below 2^60
 _INTEGERS = ("place", "truth", "check", "range")
 _MOVED = {"below": "weights", "cost": "mass", "surprise": "given", "deficit": "counted"}
+"""The sums of peak - x with weights, and the sums of these weights: a new peak changes each by their product."""
 _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 """The statistics of a row without any class in its support."""
 
@@ -312,7 +313,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
     w_y: Scalar = 0
     if is_class:
         x_y = sums["target"]
-        if not facts.plain:
+        if not facts.x_is_z:
             activate(x_y := x_y.clone(), activation)
         distance = x_y - peak
         own = distance.exp()
@@ -360,7 +361,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
     if not needs_gradient:
         return results, {}
-    if not facts.plain:
+    if not facts.x_is_z:
         linear = activation.logit_scale
         linear = linear if activation.temperature is None else linear / activation.temperature
         factors = (r, of_lse, of_nll, of_entropy)

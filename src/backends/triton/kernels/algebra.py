@@ -371,8 +371,8 @@ def finish(
     right = tl.where((top_class == y) & ~invalid, 1.0, 0.0)
     loss, z_part = of_mean(a * cost, row, divisor), of_mean(a * squared, row, divisor)
     recorded = loss, lse, surprise, entropy, top_class, right, z_part, of_squares, mean_logit
-    for index in tl.static_range(9):
-        skipped = excluded if index == 0 or index == 6 else ignored  # of the loss and its z-loss
+    for index in tl.static_range(9):  # members of `Results`: 0 is the loss, 4 the predictions, 6 the z-loss
+        skipped = excluded if index == 0 or index == 6 else ignored
         record(results[index], row, inside, tl.where(skipped, -1 if index == 4 else 0.0, recorded[index]))
 
     gamma = r * keep * w_y
