@@ -55,12 +55,12 @@ def make_tables(records: Sequence[Record], only: Sequence[str] = ()) -> Iterator
     if records[0].case.function == "training":
         yield _training_table(records)
         return
-    what = "base in ms, the others as multiples of it; forward and backward pass unless said"
+    what = "multiples of the base"
     cells = {"device": lambda r: _multiple(r, r.seconds, r.quantity("time"))}
-    captions = {"device": f"Time: {what}"}
+    captions = {"device": f"Time, {what}"}
     if any(record.loop for record in records):
         cells = {"loop": lambda r: _multiple(r, r.loop or r.seconds, r.quantity("loop")), **cells}
-        captions = {"loop": f"Loop time: {what}", "device": f"Device time: {what}"}
+        captions = {"loop": f"Loop time, {what}", "device": f"Device time, {what}"}
     for quantity, cell in {**cells, **_CELLS}.items():
         if any(map(cell, records)) and quantity in (only or (quantity,)):
             yield _table({**captions, **_CAPTIONS}[quantity], records, cell)

@@ -221,8 +221,8 @@ FAULTS = [
     ),
     Fault(
         "rows without a later token with weight 1", "backends/torch/prepare.py",
-        "weight = each(torch.ones(rows, dtype=acc, device=device), 0)",
-        "weight = torch.ones(math.prod(rows), dtype=acc, device=device)", ("tests/divergence/test_shift.py",),
+        "weight = each(torch.ones(rows, dtype=sum_dtype, device=device), 0)",
+        "weight = torch.ones(math.prod(rows), dtype=sum_dtype, device=device)", ("tests/divergence/test_shift.py",),
     ),
     Fault(
         "divergence of the first rank only", PORTABLE + "steps.py",
@@ -303,7 +303,8 @@ FAULTS = [
     ),
     Fault(
         "last rows of a shifted divergence weigh 1", "backends/torch/prepare.py",
-        "        weight = each(weight, 0, acc)", "        weight = each(weight, 1, acc)", ("tests/divergence",),
+        "        weight = each(weight, 0, sum_dtype)", "        weight = each(weight, 1, sum_dtype)",
+        ("tests/divergence",),
     ),
     Fault(
         "heads without their divisors", "backends/torch/prepare.py",
@@ -333,7 +334,8 @@ FAULTS = [
     ),
     Fault(
         "retained graph overwritten", "backends/torch/function.py",
-        "drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())", "drops = plain", (EAGER, AUTOGRAD),
+        "may_overwrite = plain and not (torch.is_grad_enabled() or private.keeps_graph())", "may_overwrite = plain",
+        (EAGER, AUTOGRAD),
     ),
     Fault(
         "version of overwritten logits", "backends/torch/function.py",

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from xent.backends import TABLE
-from xent.backends.harness import Harness
 from xent.backends.protocol import Backend
 from xent.command.check.case import Case
+from xent.command.check.harness import Harness
+from xent.command.check.harnesses import harness_of
 from xent.command.check.judge import judge_case
 
 
@@ -31,7 +32,7 @@ class Target:
 
     @cached_property
     def harness(self) -> Harness[Any]:
-        return self.backend.harness(self.device)
+        return harness_of(self.backend, self.device)
 
     def takes(self, dtype: str) -> bool:
         """Whether the backend supports the dtype. A backend for accelerators may refuse float64, but no other dtype."""

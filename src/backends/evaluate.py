@@ -1,6 +1,6 @@
 """From a public function to its results: the arguments are described, a backend is selected, and the backend runs.
 
-PyTorch's plain tensors take a plan: see `xent.backends.torch.planned`.
+PyTorch's plain tensors take a plan, see `xent.backends.torch.planned`: the call is described when the plan is made.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def _evaluated(function: Function, arguments: tuple[Any, ...]) -> Any:
 def _returned(options: Options, loss: Array, stats: Stats) -> Any:
     """Return the results of a function in the form that it returns."""
     requested = options.stats
-    if not options.accuracy_of_rows:
+    if not options.is_log_probs:
         return (loss, stats) if requested else loss
     log_probs = 0 - loss
     if not requested:

@@ -35,7 +35,6 @@ A device gives its steps to its framework's driver.
 
 from typing import Protocol
 
-from xent.backends.harness import AnyHarness
 from xent.core.call import Call
 from xent.core.spec import Array, BackendInfo, Stats
 
@@ -70,6 +69,3 @@ class Backend(Protocol):
 
     def top_k(self, call: Call) -> tuple[Array, Array]:
         """Return ids and log-probabilities (..., K) of a call whose target is a `xent.core.call.Largest`."""
-
-    def harness(self, device: str | None = None) -> AnyHarness:
-        """Return the harness of the gradient checks, for `device` or by default the best available device."""

@@ -5,7 +5,6 @@ no autograd). `gradients` returns the analytic gradients, which tests verify by 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,7 +21,7 @@ from xent.core.call import (
     Probabilities,
     Source,
     TopK,
-    folded,
+    without_temperature,
 )
 from xent.core.spec import ROW_STATS, BackendInfo, Scalar, Stats
 from xent.core.validate import check_support, check_targets, check_temperature
@@ -63,7 +62,7 @@ class Reference:
     @_quiet
     def top_k(self, call: Call) -> tuple[Array, Array]:
         """Return ids and float64 log-probabilities (..., K), most probable first."""
-        call, z = folded(call), _raw(call.source)
+        call, z = without_temperature(call), _raw(call.source)
         assert isinstance(call.target, Largest)
         rows, activation = z.reshape(-1, z.shape[-1]), call.activation
         order = _ordered(rows, activation.logit_scale)
@@ -73,10 +72,6 @@ class Reference:
         log_probs = np.where((x == -np.inf) & ~np.isnan(lse[:, None]), -np.inf, -surprise)
         shape = (*z.shape[:-1], call.target.k)
         return ids.reshape(shape), np.take_along_axis(log_probs, ids, -1).reshape(shape)
-
-    def harness(self, device: str | None = None) -> NoReturn:
-        """Raise: the checks compare other backends with the reference."""
-        raise NotImplementedError("the reference is proved by finite differences, not by comparing it with itself")
 
 
 BACKEND = Reference()
@@ -162,7 +157,7 @@ class _RowFormulas:
     """
 
     def __init__(self, call: Call) -> None:
-        call = folded(call)
+        call = without_temperature(call)
         target, activation, self.options = call.target, call.activation, call.options
         options, shift, z = self.options, self.options.shift, _raw(call.source)
         assert isinstance(shift, int)
@@ -180,7 +175,8 @@ class _RowFormulas:
 
         self.ignored = np.broadcast_to(positions >= length if shift else False, self.shape).reshape(count)
         self.class_weight = np.ones(vocabulary) if options.weight is None else _float64(options.weight)
-        self.outside, weight, row_weight = None, _float64(moved(options.sample_weight)), np.ones(count)
+        weight, row_weight = _float64(moved(options.sample_weight)), np.ones(count)
+        self.outside = None
         """(N, V): the mask of the classes that are not in each row's support, or None."""
         self.q = np.zeros((count, vocabulary))
         if isinstance(target, Probabilities):
@@ -296,7 +292,7 @@ class _RowFormulas:
         computed["rank"] = np.where(self.ignored, -1, rank).reshape(self.shape)
         computed["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
         computed |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
-        computed["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
+        computed["accuracy"] = hits.reshape(self.shape) if self.options.is_log_probs else hits.sum() / max(count, 1)
         return Stats(**{name: computed[name] for name in self.options.stats})
 
 

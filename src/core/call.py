@@ -1,7 +1,7 @@
 """`Call`: the one description of a call, from the public function to the loop of a framework; and of its arrays.
 
 A public function validates its arguments and makes one `Call`. A driver flattens it to rows (`prepare`), which gives a
-`Call` again. Fields are found by name, so a new option is one field here, and no position changes anywhere.
+`Call` again: a prepared call. A new option is one field here. Where a record is unpacked, mypy names the line.
 """
 
 import reprlib
@@ -38,12 +38,12 @@ __all__ = [
     "differs",
     "dtype_name",
     "fields_of",
-    "folded",
     "framework_of",
     "gathered",
     "replaced",
     "shown",
     "vocabulary_of",
+    "without_temperature",
 ]
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -114,7 +114,8 @@ class Activation(NamedTuple):
     """A number or a 0-d array, like `softcap`."""
     softcap: Scalar = None
     temperature: Scalar = None
-    """None for 1; a number, until `folded`; or one per row, 0-d or with the target's shape, (N,) in a prepared call."""
+    """None for 1; a number, which `without_temperature` moves into the other two; or one per row, 0-d or with the
+    target's shape, (N,) in a prepared call."""
 
 
 class Dense(NamedTuple):
@@ -157,11 +158,11 @@ class Options(NamedTuple):
     """The target's shape; (N,) in a prepared call."""
     normalizer: Scalar = None
     stats: tuple[str, ...] = ()
-    """In the order of `xent.core.spec.STAT_NAMES`, then "rank"."""
+    """In the order of `xent.core.spec.STAT_NAMES`, then "rank", of log-probabilities: the number of larger logits."""
     exact: bool = False
     """Whether logits that the call computes must be float32 or float64, for every input dtype."""
-    accuracy_of_rows: bool = False
-    """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
+    is_log_probs: bool = False
+    """Whether the call is for log-probabilities: losses to negate in the end, and an accuracy per row, 1 or 0."""
     kind: str = "kl"
     """Of a divergence: "kl", with `beta`, or "tv"."""
     beta: Scalar = 0.0
@@ -198,7 +199,7 @@ class Call(NamedTuple):
     shards: Shards | None = None
 
 
-def folded(call: Call) -> Call:
+def without_temperature(call: Call) -> Call:
     """Return the call with the one temperature of all rows in scale and softcap. No 16-bit dtype rounds these.
 
     k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
@@ -207,11 +208,11 @@ def folded(call: Call) -> Call:
     if temperature is None or not (isinstance(temperature, (int, float)) or isinstance(target, (Dense, TopK, Largest))):
         return call
     if isinstance(target, Dense):
-        target = replaced(target, activation=_folded(target.activation))
-    return replaced(call, target=target, activation=_folded(call.activation))
+        target = replaced(target, activation=_without_temperature(target.activation))
+    return replaced(call, target=target, activation=_without_temperature(call.activation))
 
 
-def _folded(activation: Activation) -> Activation:
+def _without_temperature(activation: Activation) -> Activation:
     scale, softcap, temperature = activation
     return Activation(_wide(scale) / temperature, None if softcap is None else _wide(softcap) / temperature)
 
@@ -237,7 +238,10 @@ def array_of(call: Call) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class ArraySlot:
-    """Stands for an array of PyTorch in the description of a call: what decides how the call runs."""
+    """Stands for a tensor in the description of a PyTorch call: what decides how the call runs, without values.
+
+    Calls are described and checked with slots (`xent.core.signature`), so it has what these read of a tensor.
+    """
 
     place: int
     """Its place among the operands of the call."""
@@ -275,7 +279,7 @@ class NumberSlot:
 
     place: int
     bucket: str
-    """What decides how the call runs: "neutral", "given", or the kind of a beta."""
+    """What decides how the call runs: "neutral" for a number without effect, else "given"; or the kind of a beta."""
 
 
 @dataclass(frozen=True, slots=True)

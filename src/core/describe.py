@@ -82,8 +82,8 @@ NO_SUBSET = (
 
 Arguments = dict[str, Any]
 Describer = Callable[[Arguments, Collection[str]], Call]
-"""Checks the arguments of a public function, by their names, and describes the call. The arguments that are not among
-those passed have valid values."""
+"""Checks the arguments of a public function, by their names, and describes the call. `passed` are the names of those
+that differ from their defaults: only these are checked."""
 
 
 def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
@@ -111,17 +111,17 @@ def describe_log_probs(arguments: Arguments, passed: Collection[str]) -> Call:
     target: Target = _classes(framework, arguments, source, rows, "")
     if support is not None:
         target = _allowed(arguments["target"], support, rows)
-    heat = arguments["temperature"]
-    if framework_of(heat) is not None:
-        if dtype_name(heat) not in FLOAT_DTYPES:
-            raise TypeError(f"temperature must be a number, or an array of floats; got {describe(heat)}")
-        if tuple(heat.shape) not in (rows, ()):
+    temperature = arguments["temperature"]
+    if framework_of(temperature) is not None:
+        if dtype_name(temperature) not in FLOAT_DTYPES:
+            raise TypeError(f"temperature must be a number, or an array of floats; got {describe(temperature)}")
+        if tuple(temperature.shape) not in (rows, ()):
             raise ValueError(
                 f"temperature must be a number or have the target's shape {rows}, one for each row; got "
-                f"{tuple(heat.shape)}"
+                f"{tuple(temperature.shape)}"
             )
-    options = _options(arguments, reduction="none", exact=True, accuracy_of_rows=True)
-    return Call(source, target, _activation(arguments, heat), options, shards)
+    options = _options(arguments, reduction="none", exact=True, is_log_probs=True)
+    return Call(source, target, _activation(arguments, temperature), options, shards)
 
 
 def describe_divergence(arguments: Arguments, passed: Collection[str]) -> Call:
@@ -134,12 +134,12 @@ def describe_divergence(arguments: Arguments, passed: Collection[str]) -> Call:
     source, rows, axis, vocabulary = _source(arguments, passed, shards, None)
     target = _teacher(framework, arguments, rows, vocabulary, axis, shards is not None)
     _check_weights(arguments, rows, vocabulary)
-    heat = arguments["temperature"]
-    if framework_of(heat) is not None:  # while a compiler traces, numbers of NumPy are tensors
-        heat = heat.where(heat > 0, math.nan)
+    temperature = arguments["temperature"]
+    if framework_of(temperature) is not None:  # while a compiler traces, numbers of NumPy are tensors
+        temperature = temperature.where(temperature > 0, math.nan)
     if isinstance(target, Dense):
-        target = replaced(target, activation=_activation(fields_of(target.activation), heat))
-    return Call(source, target, _activation(arguments, heat), _options(arguments), shards)
+        target = replaced(target, activation=_activation(fields_of(target.activation), temperature))
+    return Call(source, target, _activation(arguments, temperature), _options(arguments), shards)
 
 
 def describe_top_k(arguments: Arguments, passed: Collection[str]) -> Call:
@@ -209,8 +209,8 @@ def _options(arguments: Arguments, **others: Any) -> Options:
 def _activation(arguments: Arguments, temperature: Scalar = 1) -> Activation:
     """Return an activation; a temperature that is a number has its largest value, and 1 is None."""
     is_number = isinstance(temperature, (int, float))
-    heat = None if is_number and temperature == 1 else bounded(temperature)
-    return Activation(arguments["logit_scale"], arguments["softcap"], heat)
+    temperature = None if is_number and temperature == 1 else bounded(temperature)
+    return Activation(arguments["logit_scale"], arguments["softcap"], temperature)
 
 
 def _checked(
@@ -225,16 +225,17 @@ def _checked(
     for name in ARRAYS:
         if name in passed:
             arrays |= arrays_of(name, arguments[name])
-    first, is_plain = arguments.get("input", arguments.get("logits")), "teacher" in arguments or "k" in arguments
+    first = arguments.get("input", arguments.get("logits"))
+    takes_arrays = not ("teacher" in arguments or "k" in arguments)  # as numbers
     others = [name for name in passed if name not in ARRAYS]
     for name in others:
         if name in RANGES and type(arguments[name]) not in PLAIN:
             arguments[name] = number = number_of(framework_of(first), arguments[name])
-            if framework_of(number) is not None and (name == "normalizer" or not is_plain):
+            if framework_of(number) is not None and (name == "normalizer" or takes_arrays):
                 arrays[name] = number
     framework = common_framework(arrays)
     if others:
-        arguments |= check_options(framework, arguments, not is_plain, others, names)
+        arguments |= check_options(framework, arguments, takes_arrays, others, names)
     if arguments["stats"] or more:
         arguments["stats"] = tuple(name for name in (*STAT_NAMES, "rank") if name in arguments["stats"] or name in more)
     return framework, arguments

@@ -12,6 +12,7 @@ from tests.distributed.cuts import Cut
 from tests.distributed.pool import device, group
 from tests.targets import backend_of
 from xent.command.check.case import LOSSES, Case, make_inputs, placed
+from xent.command.check.harnesses import harness_of
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
 
 __all__ = ["AXES", "Way", "in_one_piece", "in_shards"]
@@ -60,7 +61,7 @@ def in_one_piece(case: Case, way: Way) -> dict[str, Any]:
 
 
 def _results(case: Case, way: Way, rank: int | None) -> dict[str, Any]:
-    harness = backend_of("torch").harness(str(device()))
+    harness = harness_of(backend_of("torch"), str(device()))
     wide = "float64" if case.dtype == "float64" else "float32"
     inputs = make_inputs(case, way.seed)
 

@@ -10,6 +10,7 @@ from tests.distributed.calls import AXES, Way, in_one_piece, in_shards
 from tests.distributed.pool import Pool
 from tests.targets import backend_of
 from xent.command.check.case import Case
+from xent.command.check.harnesses import harness_of
 from xent.command.check.judge import Comparison, compare, results_of_case, worst_of
 
 __all__ = ["joined", "judged", "judged_beside_the_whole"]
@@ -46,7 +47,7 @@ def drawn(
     """Return the results for one draw of the inputs, and their comparisons with the reference."""
     found = joined(pool, case, way, run, *more)
     backend = backend_of("torch")
-    truth, _, plain, sizes = results_of_case(backend, backend.harness(), case, way.seed)
+    truth, _, plain, sizes = results_of_case(backend, harness_of(backend), case, way.seed)
     names = sorted(found.keys() & truth.keys())
     assert set(names) >= set(case.results)
     return found, [compare(name, found[name], truth[name], plain[name], case, sizes.get(name)) for name in names]

@@ -20,6 +20,7 @@ from tests.distributed.pool import INTERPRETED, Pool, device, group
 from tests.divergence.cases import covering_divergences, divergence_cases
 from tests.targets import backend_of
 from xent.command.check.case import Case
+from xent.command.check.harnesses import harness_of
 from xent.command.check.judge import results_of_case
 
 BACKEND = "triton" if INTERPRETED else "auto"
@@ -57,7 +58,7 @@ def test_shards_equal_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> 
 def judge(pool: Pool, case: Case, way: Way) -> None:
     """Compare the results of all ranks with those of the whole vocabulary."""
     case, backend = replace(case, stats=("entropy",), missing=("entropy",)), backend_of("torch")
-    found, (truth, *_) = joined(pool, case, way), results_of_case(backend, backend.harness(), case)
+    found, (truth, *_) = joined(pool, case, way), results_of_case(backend, harness_of(backend), case)
     for name, expected in truth.items():
         size = np.abs(expected).max() if expected.size else 0
         close = CLOSE["float32" if name in case.results and case.dtype != "float64" else case.dtype]

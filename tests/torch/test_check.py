@@ -13,6 +13,7 @@ from tests.options import option_cases
 from tests.targets import backend_of
 from xent.__main__ import main
 from xent.command.check import run
+from xent.command.check.harnesses import harness_of
 from xent.command.check.run import FUNCTIONS, Work, check_all, summary
 
 
@@ -30,7 +31,7 @@ def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "_NEIGHBOURS", 2)
     lines, sentences = [], []
     for processes in (1, 2):
-        harness = backend.harness("cpu")
+        harness = harness_of(backend, "cpu")
         monkeypatch.setattr(harness, "processes", processes)
         work = Work(backend, "cpu", harness, few_cases())
         lines.append(list(check_all([work])))
@@ -65,7 +66,7 @@ def test_a_process_that_ends_is_a_failed_case(
     monkeypatch.setattr(run, "_NEIGHBOURS", 2)
     planned = run.planned
     monkeypatch.setattr(run, "planned", lambda *given: [work for work in planned(*given) if work.device == "cpu"])
-    monkeypatch.setattr(type(backend_of("torch").harness("cpu")), "processes", 2)
+    monkeypatch.setattr(type(harness_of(backend_of("torch"), "cpu")), "processes", 2)
     assert main(["check", "torch"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^torch +cpu +cross_entropy +float32 +6 .* 2 failed$", printed, re.MULTILINE)

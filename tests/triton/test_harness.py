@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from tests.targets import backend_of
-
-
-def harness_of(device: str) -> Any:
-    return backend_of("triton").harness(device)
+from xent.command.check.harnesses import harness_of
 
 
 def test_kernels_that_the_profiler_saw_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = harness_of("cuda")
+    harness = harness_of(backend_of("triton"), "cuda")
     first, second = harness.kernels[0], harness.kernels[-1]
 
     @contextmanager
@@ -31,7 +28,7 @@ def test_kernels_that_the_profiler_saw_are_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_interpreter_is_named_if_it_runs_the_kernels() -> None:
-    harness = harness_of("cpu")
+    harness = harness_of(backend_of("triton"), "cpu")
     with harness.watched() as seen:
         pass
     assert seen == set(harness.kernels) == {"Triton's interpreter"}

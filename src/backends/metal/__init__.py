@@ -29,13 +29,10 @@ row is read twice, its last part first, because that may still be in the GPU's l
 import platform
 from typing import TYPE_CHECKING
 
-from xent.backends.harness import Harness
 from xent.backends.mlx import MlxBackend
 from xent.core.call import Call, array_of, dtype_name
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from xent.backends.mlx.kernels import RowKernel
 
 __all__ = ["BACKEND", "MetalBackend"]
@@ -77,14 +74,6 @@ class MetalBackend(MlxBackend):
         from xent.backends.metal import rows
 
         return rows
-
-    def harness(self, device: str | None = None) -> "Harness[mx.array]":
-        """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal import sources
-        from xent.backends.mlx.harness import MlxHarness
-
-        harness: Harness[mx.array] = sources.checked_by(MlxHarness(device or self.devices()[0]))
-        return harness
 
 
 BACKEND = MetalBackend()

@@ -1,10 +1,9 @@
-"""What both launchers share: the Metal sources, template arguments, threads of a row, and the gradient checks.
+"""What both launchers share: the Metal sources, template arguments, and threads of a row.
 
 The body of the kernel gets the signature that MLX generates, or ours for PyTorch.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ __all__ = [
     "INPUTS",
     "LIMITS",
     "OUTPUTS",
+    "RAN",
     "KernelError",
     "Template",
-    "checked_by",
     "kernel_for",
     "library",
     "mlx_kernel",
@@ -72,7 +71,7 @@ constexpr bool IN_PLACE = {};
 _SIMD_WIDTH = 32
 _PACK = 16  # bytes that a thread loads at one time
 _MOST_HELD = 8
-_ran: set[str] = set()
+RAN: set[str] = set()
 """The kernels that a check has run, each with the largest number of threads that its pipeline allows."""
 
 LIMITS = (512, 256, 128, 64, 32)
@@ -110,7 +109,7 @@ def kernel_for(
         threads, held = threads_and_held(arguments["logits"].shape[1], arguments["logits"].itemsize, limit)
         template["HELD"] = 4 if template["KNOWN"] else held if template["GRAD"] else 1
         if allows(template, limit):
-            _ran.add(f"{'backward' if template['KNOWN'] else 'forward'} with {limit} threads")
+            RAN.add(f"{'backward' if template['KNOWN'] else 'forward'} with {limit} threads")
             return template, threads
     raise KernelError(f"its pipeline allows fewer than {LIMITS[-1]} threads a threadgroup")
 
@@ -188,18 +187,3 @@ def _headers() -> str:
 
 def _read(name: str) -> str:
     return (Path(__file__).parent / f"{name}.metal").read_text(encoding="utf-8")
-
-
-def checked_by(harness: Any) -> Any:
-    """Return the harness of a framework for these kernels: without float64, and with rows that reach every loop."""
-
-    @contextmanager
-    def watched() -> Iterator[set[str]]:
-        _ran.clear()
-        seen: set[str] = set()
-        yield seen
-        seen.update(_ran)
-
-    harness.dtypes, harness.kernels, harness.seconds = ("float32", "bfloat16", "float16"), ("forward", "backward"), 0.3
-    harness.watched, harness.sizes = watched, lambda dtype: row_sizes(4 if dtype == "float32" else 2)
-    return harness

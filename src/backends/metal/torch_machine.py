@@ -2,16 +2,11 @@
 
 import os
 import platform
-from typing import TYPE_CHECKING
 
-from xent.backends.harness import Harness
 from xent.backends.proof import Proof
 from xent.backends.torch import TorchBackend
 from xent.core.call import Call, Product, array_of, dtype_name
 from xent.core.spec import BackendInfo
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["BACKEND", "DEVICES", "MISSING", "PROOF", "VERSIONS", "MetalTorchBackend", "find"]
 
@@ -73,16 +68,6 @@ class MetalTorchBackend(TorchBackend):
     def load(self) -> None:
         """Import the module that registers the steps. PyTorch's own operations compute divergences."""
         from xent.backends.metal import torch_steps  # noqa: F401
-
-    def harness(self, device: str | None = None) -> "Harness[Tensor]":
-        """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal import sources
-        from xent.backends.torch.harness import TorchHarness
-
-        checked = sources.checked_by(TorchHarness(device or DEVICES[0]))
-        checked.passed = PROOF.remember
-        harness: Harness[Tensor] = checked
-        return harness
 
 
 BACKEND = MetalTorchBackend()

@@ -12,7 +12,6 @@ options. `block` computes the gradient from the coefficients. `divergence` is th
 
 from typing import TYPE_CHECKING
 
-from xent.backends.harness import Harness
 from xent.core.call import Call, array_of, dtype_name
 from xent.core.spec import BackendInfo, Stats
 
@@ -80,12 +79,6 @@ class MlxBackend:
         from xent.backends.mlx import top_k
 
         return top_k.run(call)
-
-    def harness(self, device: str | None = None) -> "Harness[mx.array]":
-        """Return the MLX harness of the gradient checks."""
-        from xent.backends.mlx.harness import MlxHarness
-
-        return MlxHarness(device or self.devices()[0])
 
 
 BACKEND = MlxBackend()

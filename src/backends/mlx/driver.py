@@ -17,7 +17,7 @@ from xent.backends.mlx.devices import accumulation_dtype
 from xent.backends.mlx.facts import aligned, gather_facts
 from xent.backends.mlx.kernels import Facts, Results, RowKernel, joined, requested_results
 from xent.backends.mlx.sources import Gradients, Loaded, Logits, cut, is_exact
-from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of, folded
+from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of, without_temperature
 from xent.core.spec import DIFFERENTIABLE, ROW_STATS, Stats
 
 __all__ = ["run"]
@@ -34,7 +34,7 @@ def run(call: Call, kernel: RowKernel) -> tuple[mx.array, Stats]:
     "none", and that of class probabilities are computed later from the logits. With "none" the statistics lse, nll and
     entropy of a loss have gradients too.
     """
-    call = aligned(folded(call))
+    call = aligned(without_temperature(call))
     leaves, target, shape = _leaves(call), call.target, tuple(array_of(call).shape[:-1])
     inputs = [*leaves.values(), *([target.probs] if isinstance(target, Probabilities) else [])]
     if 0 in shape:
@@ -172,7 +172,7 @@ def _expected(leaves: dict[str, mx.array]) -> list[str]:
 def _of_no_rows(inputs: list[mx.array], options: Options, shape: tuple[int, ...]) -> tuple[mx.array, Stats]:
     """Return results of rows of an empty `shape`, without operations on empty arrays: some crash on NVIDIA GPUs."""
     acc, alone = accumulation_dtype(inputs[0].dtype), options.reduction == "none"
-    of_rows = {*ROW_STATS, *["loss", "z_loss"] * alone, *["accuracy", "rank"] * options.accuracy_of_rows}
+    of_rows = {*ROW_STATS, *["loss", "z_loss"] * alone, *["accuracy", "rank"] * options.is_log_probs}
 
     def zeros(name: str) -> mx.array:
         return _filled(shape if name in of_rows else (), mx.int32 if name in ("predictions", "count", "rank") else acc)
@@ -213,7 +213,7 @@ def _statistics(results: Results, facts: Facts) -> dict[str, mx.array]:
             correct = mx.equal(results["predictions"], _truth(facts)) & ~ignored
             correct = correct if facts.invalid is None else correct & ~facts.invalid
             right = correct.astype(results["loss"].dtype)
-            statistics[name] = right if options.accuracy_of_rows else right.sum() / mx.maximum(counted, 1)
+            statistics[name] = right if options.is_log_probs else right.sum() / mx.maximum(counted, 1)
         else:
             value = _lse(results) if name == "lse" else results[name]
             value = mx.where(ignored, -1 if name in ("predictions", "rank") else 0, value)

@@ -12,7 +12,7 @@ from xent.backends.mlx.devices import accumulation_dtype, chunk_device, class_su
 from xent.backends.mlx.facts import aligned
 from xent.backends.mlx.kernels import activate, ordered
 from xent.backends.mlx.sources import Logits
-from xent.core.call import Activation, Call, Largest, array_of, folded, vocabulary_of
+from xent.core.call import Activation, Call, Largest, array_of, vocabulary_of, without_temperature
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["run"]
@@ -22,7 +22,7 @@ _BLOCK = 16  # classes
 
 def run(call: Call) -> tuple[mx.array, mx.array]:
     """Return ids and log-probabilities (..., K)."""
-    call = guarded(aligned(folded(call)))
+    call = guarded(aligned(without_temperature(call)))
     source, target, shape = call.source, call.target, tuple(array_of(call).shape[:-1])
     assert isinstance(target, Largest)
     count, acc, parts = prod(shape), accumulation_dtype(array_of(call).dtype), list[tuple[mx.array, mx.array]]()

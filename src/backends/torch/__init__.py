@@ -1,14 +1,13 @@
 """The PyTorch driver: all functions for tensors of any device, with the steps of that device's backend.
 
-Data flow of a call: `entry` (refusals, results in the caller's shapes) -> `prepare` (rows) -> `function` (autograd),
-under tracers through `operations` -> the passes of `loop` over the parts of the rows, with `sources` and `products` ->
-the steps of a backend, which `contract` describes. The steps of this backend are `portable`, in PyTorch's own
-operations. `shards` has what a vocabulary in shards needs besides.
+Data flow of a call: `planned` (its plan) -> `prepare` (rows) -> `function` (autograd) -> the passes of `loop` over the
+parts of the rows, with `sources` and `products` -> the steps of a backend, which `contract` describes. A call without a
+signature, for example under a tracer, goes from `entry` through `operations`, custom operations that run the rest. The
+steps of this backend are `portable`, in PyTorch's own operations. `shards` has what a vocabulary in shards needs.
 """
 
 from typing import TYPE_CHECKING
 
-from xent.backends.harness import Harness
 from xent.core.call import Call
 from xent.core.spec import BackendInfo, Stats
 
@@ -67,12 +66,6 @@ class TorchBackend:
 
         self.load()
         return entry.run_top_k(call, self.name)
-
-    def harness(self, device: str | None = None) -> "Harness[Tensor]":
-        """Return the PyTorch harness of the gradient checks."""
-        from xent.backends.torch.harness import TorchHarness
-
-        return TorchHarness(device)
 
 
 BACKEND = TorchBackend()

@@ -3,7 +3,7 @@
 `loop` asks the function in `STEPS` for a `Steps` of one prepared call, and then, for each part of its rows::
 
     whole_rows                      everything in one launch, if the device can and the classes are all here
-    or: fold, gather, finish, gradient, with the sums of a row in one column of a packed (K, R) tensor
+    or: fold, gather, finish, gradient, with the K sums of R rows packed into a (K, R) tensor
 
 The sums of a row over some classes, in the order of `columns`. x is as in `xent.cross_entropy`, z the raw logits, y the
 target, w the class weights, q the target probabilities, w' = w ((1-e) q + e/V) the share of a class in the loss, and
@@ -75,7 +75,7 @@ _NONE: Any = None
 class Upstream(NamedTuple):
     """The upstream gradients of a call's results: (N,), that of a reduced loss 0-d; None for results not used.
 
-    Of a plan it has flags: whether there are such gradients.
+    A plan, which has no tensors, has True in place of a gradient, and False in place of None.
     """
 
     loss: Any = None
@@ -99,10 +99,10 @@ class Setting(NamedTuple):
     compute: torch.dtype
     """The dtype of given logits, or of the matrix products."""
     needs: tuple[bool, ...]
-    """Whether each leaf needs a gradient: logits; or input, weight and bias."""
+    """Whether each leaf, the arrays of the source, needs a gradient: logits; or input, weight and bias."""
     device: torch.device
     """The device of all tensors."""
-    made_first: bool
+    forward_gradients: bool
     """Whether the forward pass computes the gradients."""
     columns: tuple[str, ...]
     """The names of the packed sums."""
@@ -114,7 +114,7 @@ class Setting(NamedTuple):
     @property
     def in_float16(self) -> bool:
         """Whether a forward pass stores gradients in float16, scaled to its range (`Steps.deferred`)."""
-        return self.made_first and self.compute == torch.float16
+        return self.forward_gradients and self.compute == torch.float16
 
 
 class Part(NamedTuple):
@@ -252,9 +252,9 @@ class Loaded:
     input_checks: Tensor | None = None
     """(R,) int32: checksums of the caller's hidden states, in shards, from steps that compute them with `select`."""
     logits: Tensor | None = None
-    """(R, columns) after the product."""
+    """(R, C and padding) after the product."""
     grad: Tensor | None = None
-    """(R, columns), of the logits, in the compute dtype."""
+    """The gradient of these, in the compute dtype."""
     target_grad: Tensor | None = None
     """See `Block`."""
 
@@ -287,8 +287,8 @@ class Steps(Protocol):
     def select(self, source: Any, part: Part) -> Loaded:
         """Gather the hidden states of a part, and compute the logits of its targets on this rank.
 
-        `source` is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden states themselves in a
-        forward pass that computes no gradients (no copy is made then).
+        `source`, here and below, is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden
+        states themselves in a forward pass that computes no gradients (no copy is made then).
         """
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
@@ -305,13 +305,14 @@ class Steps(Protocol):
         return False
 
     def gradient_product(self, source: Any, loaded: Loaded, coefficients: Coefficients, grad: Tensor) -> bool:
-        """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
+        """Write the gradient (R, C and padding) of a part, but not its logits. False if a device cannot."""
         return False
 
-    def meet(self, sums: Tensor, part: Part) -> None:
-        """Receive the sums of all ranks, (ranks, K, R), of the first fold of a part beside a dense teacher.
+    def begin_second_fold(self, sums: Tensor, part: Part) -> None:
+        """Receive the sums of all ranks, (ranks, K, R), of the first fold of a part, which a dense teacher follows.
 
-        Until `finish`, `fold` writes the two sums of the second fold: the divergence, and that of its gradient.
+        A divergence needs the normalizers of both sides before its own sums. So until `finish`, `fold` writes the two
+        sums of a second fold: the divergence, and that of its gradient.
         """
 
     def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Coefficients:

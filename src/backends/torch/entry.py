@@ -17,7 +17,7 @@ from xent.backends.torch.plan import Requested, compute_of, leaves_of, requested
 from xent.backends.torch.prepare import classes_last, rows_of, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.backends.torch.top_k import top_k
-from xent.core.call import Call, Given, Options, Product, array_of, folded, replaced
+from xent.core.call import Call, Given, Options, Product, array_of, replaced, without_temperature
 from xent.core.spec import QuantizedRows, Stats
 
 __all__ = ["check_inplace", "run", "run_top_k"]
@@ -25,7 +25,7 @@ __all__ = ["check_inplace", "run", "run_top_k"]
 
 def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call under a tracer, a transform or a mode, with the steps of that backend."""
-    call = classes_last(typed(folded(call)))
+    call = classes_last(typed(without_temperature(call)))
     refuse(call, True)
     source = call.source
     compiling = torch.compiler.is_compiling()
@@ -51,7 +51,7 @@ def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
 
 def run_top_k(call: Call, kernel: str) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities (..., K), without gradient, with the kernels of that backend."""
-    call = _grouped(classes_last(typed(folded(call))))
+    call = _grouped(classes_last(typed(without_temperature(call))))
     source: Any = call.source
     quantized = isinstance(source, Product) and isinstance(source.weight, QuantizedRows)
     if quantized or is_plain(value for value in source if isinstance(value, Tensor)):

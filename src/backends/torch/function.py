@@ -99,30 +99,33 @@ def _gradients(
 ) -> Sequence[Tensor | None]:
     """Return the requested gradients, from what was retained, the call without its tensors, and these.
 
-    `plain`: whether the passes run here; otherwise they are custom operations.
+    `plain`: whether the passes run here; otherwise they are custom operations. Gradients may
+    overwrite what was retained if the graph is not.
     """
-    drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
-    if not plan.first:
-        return _computed(plan, call, plan.requested, retained[0] if retained else None, tensors, upstream, plain, drops)
+    may_overwrite = plain and not (torch.is_grad_enabled() or private.keeps_graph())
+    if not plan.forward_gradients:
+        return _computed(
+            plan, call, plan.requested, retained[0] if retained else None, tensors, upstream, plain, may_overwrite
+        )
     requested = plan.requested
     flags = requested._replace(probabilities=False).flags
-    gradients = _placed(_scaled(plan, sum(flags), retained, upstream[0], plain, drops), flags)
+    gradients = _placed(_scaled(plan, sum(flags), retained, upstream[0], plain, may_overwrite), flags)
     if requested.probabilities:
         only = Requested((False,) * len(requested.leaves), True, False)
-        (of_probabilities,) = _computed(plan, call, only, None, tensors, upstream, plain, drops)
+        (of_probabilities,) = _computed(plan, call, only, None, tensors, upstream, plain, may_overwrite)
         gradients[len(requested.leaves)] = of_probabilities
     return [gradient for gradient, needed in zip(gradients, plan.flags, strict=True) if needed]
 
 
 def _scaled(
-    plan: Plan, count: int, retained: Sequence[Tensor], upstream: Any, plain: bool, drops: bool
+    plan: Plan, count: int, retained: Sequence[Tensor], upstream: Any, plain: bool, may_overwrite: bool
 ) -> list[Tensor]:
-    """Return the `count` retained gradients times the upstream gradient, rounded once; in place if it `drops` them."""
+    """Return the `count` retained gradients times the upstream gradient, rounded once; in place if they may."""
     deferred = retained[count] if len(retained) > count else None
     if plain:
         gradients = [gradient.detach() for gradient in retained[:count]]
         scaled: list[Tensor]
-        scaled = undisturbed(plan.device, SCALES.get(plan.kernel, _scale), gradients, upstream, deferred, drops)
+        scaled = undisturbed(plan.device, SCALES.get(plan.kernel, _scale), gradients, upstream, deferred, may_overwrite)
         return scaled
     # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
     factor = upstream if deferred is None else upstream * deferred
@@ -132,7 +135,14 @@ def _scaled(
 
 
 def _computed(
-    plan: Plan, call: Any, requested: Requested, sums: Any, tensors: Any, upstream: Any, plain: bool, drops: bool
+    plan: Plan,
+    call: Any,
+    requested: Requested,
+    sums: Any,
+    tensors: Any,
+    upstream: Any,
+    plain: bool,
+    may_overwrite: bool,
 ) -> list[Tensor]:
     """Return the requested gradients, from the saved sums and the call."""
     by_name = dict(zip(plan.names, upstream, strict=True))
@@ -140,7 +150,7 @@ def _computed(
     if not plain:
         return _by_operation(plan, call, requested, tensors, sums, of_results)
     call = put(call, plan.places, iter([tensor.detach() for tensor in tensors]))  # the result may be their memory
-    reuse = plan.reuse and drops and not plan.first
+    reuse = plan.reuse and may_overwrite and not plan.forward_gradients
     gradients = undisturbed(plan.device, backward, plan, call, requested, reuse, sums, of_results)
     if reuse:
         torch.autograd.graph.increment_version(call.source.logits)
@@ -203,21 +213,21 @@ class PlainLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *leaves: Tensor) -> tuple[Tensor, ...]:
         plan, call, count = run.plan, run.call, len(run.plan.names)
-        reuse = plan.reuse and plan.first
+        reuse = plan.reuse and plan.forward_gradients
         results = undisturbed(plan.device, forward, plan, call, reuse)
         retained, tensors = results[count:], list[Tensor]()
         if reuse:
             torch.autograd.graph.increment_version(leaves[0])
             results, retained = results[:count], leaves[:1]
         ctx.plan, ctx.call, ctx.retained = plan, None, len(retained)
-        if not plan.first or plan.requested.probabilities:
+        if not plan.forward_gradients or plan.requested.probabilities:
             if plan.places is None:
                 plan.places = places_of(call)
             ctx.call = take(call, plan.places, tensors)
         ctx.save_for_backward(*retained, *tensors)
         # What is retained connects the gradients to the graph, so that their derivatives raise an error.
-        if plan.constant:
-            ctx.mark_non_differentiable(*[results[index] for index in plan.constant])
+        if plan.without_gradient:
+            ctx.mark_non_differentiable(*[results[index] for index in plan.without_gradient])
         ctx.set_materialize_grads(False)
         return tuple(results)
 
@@ -225,8 +235,8 @@ class PlainLoss(torch.autograd.Function):
     def backward(ctx: Any, loss: Any, *others: Any) -> Any:
         plan, alone = ctx.plan, others.count(None) == len(others)
         if ctx.call is None and alone and not torch.is_grad_enabled() and is_plain([loss]):
-            drops = not private.keeps_graph()
-            gradients = _scaled(plan, len(plan.dtypes), ctx.saved_tensors, loss, True, drops)
+            may_overwrite = not private.keeps_graph()
+            gradients = _scaled(plan, len(plan.dtypes), ctx.saved_tensors, loss, True, may_overwrite)
             return None, *_typed(gradients, plan.dtypes)
         return None, *_differentiated(ctx, plan, ctx.call, (loss, *others))
 
@@ -244,8 +254,12 @@ class Loss(torch.autograd.Function):
         plan, *rest = inputs
         retained, tensors = output[len(plan.names) :], rest[sum(plan.flags) :]
         ctx.plan, ctx.retained = plan, len(retained)
-        ctx.save_for_backward(*retained, *(() if plan.first and not plan.requested.probabilities else tensors))
-        ctx.mark_non_differentiable(*[output[index] for index in plan.constant], *(() if plan.first else retained))
+        ctx.save_for_backward(
+            *retained, *(() if plan.forward_gradients and not plan.requested.probabilities else tensors)
+        )
+        ctx.mark_non_differentiable(
+            *[output[index] for index in plan.without_gradient], *(() if plan.forward_gradients else retained)
+        )
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -60,7 +60,7 @@ def forward(plan: Plan, call: Call, reuse: bool = False) -> list[Tensor]:
     results = steps.results()
     if ranks is not None:
         results[plan.names.index("rank")] = ranks.result()
-    if setting.made_first:
+    if setting.forward_gradients:
         results += [gradient for gradient in compress(gradients, requested.leaves) if gradient is not None]
         if requested.scale:
             results.append(_scale_gradient(setting, gradients))
@@ -109,22 +109,22 @@ def _run(
     them for the backward pass.
     """
     steps, call, forward = STEPS[plan.kernel](setting), setting.call, setting.upstream is None
-    needs_gradient, is_stored = setting.made_first or not forward, isinstance(call.source, Given)
+    needs_gradient, is_stored = setting.forward_gradients or not forward, isinstance(call.source, Given)
     if forward and not needs_gradient and any(setting.needs) and not isinstance(call.target, (Dense, TopK)):
         saved = torch.zeros(len(setting.columns), setting.count, dtype=wide(setting.compute), device=setting.device)
         if call.shards is not None:
             mark_uncomputed(saved, setting.columns.index("range"), setting.vocabulary)
     if ranks is not None and isinstance(call.source, Given):
         ranks.add(Part(0, setting.count), call.source.logits[..., : setting.width])
-    again = not forward and steps.saves
-    if steps.fuses and not (again or isinstance(call.target, (Dense, TopK))):
+    from_sums = not forward and steps.saves
+    if steps.fuses and not (from_sums or isinstance(call.target, (Dense, TopK))):
         if is_stored:
             return steps, [_whole_rows(setting, steps, needs_gradient, reuse, saved)], saved
         if steps.computes_all and in_one_part(setting, steps):
             return steps, at_once(setting, steps), saved
     kind = Stored if isinstance(call.source, Given) else Computed if call.source.precision is None else Computed8
     source = kind(setting, steps, needs_gradient, reuse)
-    fused = steps.fuses and not again and not source.tiles
+    fused = steps.fuses and not from_sums and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)
     source.start(schedule)
     waiting: tuple[Loaded, Any] | None = None
@@ -138,7 +138,7 @@ def _run(
                 steps.whole_rows(block, part, saved)
             block = None  # the source may free its logits
             source.add(loaded)
-        elif again:
+        elif from_sums:
             assert saved is not None
             sums = saved[:, part.indices].unsqueeze(0).contiguous()
             source.differentiate(loaded, steps.finish(sums, part, True, None))
@@ -182,7 +182,7 @@ def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums
     """Wait for the sums of a part, finish its rows, and compute its gradient if one is needed."""
     arrived = sums if isinstance(sums, Tensor) else sums.wait()
     if isinstance(setting.call.target, Dense):
-        steps.meet(arrived, loaded.part)
+        steps.begin_second_fold(arrived, loaded.part)
         arrived = _fold(setting, source, loaded, 2).wait()
     coefficients = steps.finish(arrived, loaded.part, source.needs_gradient, saved)
     if source.needs_gradient:

@@ -21,7 +21,14 @@ from xent.backends.torch.contract import Upstream, columns, wide
 from xent.backends.torch.function import Loss, has_memory, undisturbed
 from xent.backends.torch.loop import backward, forward
 from xent.backends.torch.memory import cast, gradient_like
-from xent.backends.torch.plan import Plan, compute_of, leaves_of, made_first, requested_by, requested_by_flags
+from xent.backends.torch.plan import (
+    Plan,
+    compute_of,
+    has_forward_gradients,
+    leaves_of,
+    requested_by,
+    requested_by_flags,
+)
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.signature import slot_of
@@ -87,7 +94,7 @@ def _fake_forward(form: str, requested: list[bool], kernel: str, skips: bool, te
         return outputs
     gradients = requested_by_flags(requested)
     needs = any(gradients.leaves) or gradients.scale
-    if made_first(call, needs):
+    if has_forward_gradients(call, needs):
         outputs += _like_leaves(call, [*gradients.leaves, False, False], True)
         outputs += [
             torch.empty((), dtype=acc, device=device) for _ in range(gradients.scale + (compute == torch.float16))

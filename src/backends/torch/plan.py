@@ -26,7 +26,15 @@ from xent.core.call import (
 )
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["Plan", "Requested", "compute_of", "leaves_of", "made_first", "requested_by", "requested_by_flags"]
+__all__ = [
+    "Plan",
+    "Requested",
+    "compute_of",
+    "has_forward_gradients",
+    "leaves_of",
+    "requested_by",
+    "requested_by_flags",
+]
 
 
 class Requested(NamedTuple):
@@ -60,16 +68,16 @@ class Plan:
         self.names = ("loss", *options.stats)
         self.device = array_of(call).device
         reduced = options.reduction != "none" or isinstance(target, (Dense, TopK))
-        linked = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
-        self.constant = [index for index, name in enumerate(self.names) if name not in linked]
-        """The places of the results without gradients."""
+        differentiable = ("loss",) if reduced else ("loss", *DIFFERENTIABLE)
+        self.without_gradient = [index for index, name in enumerate(self.names) if name not in differentiable]
+        """The places of the results that have no gradient."""
         self.dtypes = [
             getattr(leaf, "dtype", None)
             for leaf, needed in zip(leaves_of(call), requested.flags, strict=True)
             if needed
         ]
         """The dtypes of the gradients."""
-        self.first = made_first(call, any(requested.leaves) or requested.scale)
+        self.forward_gradients = has_forward_gradients(call, any(requested.leaves) or requested.scale)
         """Whether the forward pass computes the gradients."""
         self.reuse = isinstance(source, Given) and source.inplace and requested.leaves[0]
         """Whether the gradient of logits is written over them."""
@@ -95,10 +103,10 @@ class Plan:
             count = target.probs.shape[:-1].numel()
         else:
             count = (source.logits if isinstance(source, Given) else source.input).shape[:-1].numel()
-        firsts = upstream is None and self.first
+        in_forward = upstream is None and self.forward_gradients
         constants = self.constants(upstream)
         return Setting(
-            *(call, count, size, first, width, self.compute, self.needs, self.device, firsts),
+            *(call, count, size, first, width, self.compute, self.needs, self.device, in_forward),
             *(self.columns, constants, upstream),
         )
 
@@ -134,12 +142,12 @@ def requested_by_flags(flags: Sequence[bool]) -> Requested:
 
 
 def compute_of(source: Source) -> torch.dtype:
-    """Return the dtype of given logits, or of the matrix products of an aligned call."""
+    """Return the dtype of given logits, or of the matrix products that `prepare.typed` has selected."""
     dtype: torch.dtype = source.logits.dtype if isinstance(source, Given) else getattr(torch, source.dtype or "")
     return dtype
 
 
-def made_first(call: Call, needs: bool) -> bool:
+def has_forward_gradients(call: Call, needs: bool) -> bool:
     """Return whether the forward pass computes the gradients that a call `needs`: for losses that are one number.
 
     Float16 logits are an exception: a gradient could underflow before the upstream gradient scales it.

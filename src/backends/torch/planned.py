@@ -16,7 +16,7 @@ from xent.backends.torch.plan import Plan, leaves_of, requested_by
 from xent.backends.torch.prepare import classes_last, is_last, is_prepared, prepare, shaped, typed
 from xent.backends.torch.refusals import refuse
 from xent.backends.torch.signature import Signature, signature_of, stand_ins
-from xent.core.call import Call, Given, Options, array_of, folded, replaced
+from xent.core.call import Call, Given, Options, array_of, replaced, without_temperature
 from xent.core.describe import have_same_rows
 from xent.core.signature import Function, binder, is_inside, with_slots
 from xent.core.spec import LARGEST, Stats
@@ -38,7 +38,7 @@ class _Planned:
         refuse(call, False)
         self.bind = binder(call)
         self.numbers = [(name.removeprefix("teacher."), slot.place) for name, slot in numbers.items()]
-        self.folds, self.moves = call.activation.temperature is not None, not is_last(call)
+        self.has_temperature, self.moves = call.activation.temperature is not None, not is_last(call)
         self.prepared = is_prepared(call) and not self.moves
         self.overwrites = isinstance(call.source, Given) and call.source.inplace
         self.gathers = call.shards is not None and call.shards.axis is not None
@@ -79,8 +79,8 @@ def evaluate(
         described, passed, _ = stand_ins(function, arguments)
         function.describe(described, passed)
     plan = planned.plan
-    if planned.folds:
-        call = folded(call)
+    if planned.has_temperature:
+        call = without_temperature(call)
     if planned.moves:
         call = classes_last(call)
     if planned.overwrites:

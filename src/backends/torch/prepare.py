@@ -104,7 +104,7 @@ def _with_dtype(source: Product, prefix: str) -> Product:
 
 
 def rows_of(call: Call) -> tuple[int, ...]:
-    """Return the shape of a result per row, for an aligned call."""
+    """Return the shape of a result per row, for a call with classes last."""
     source, target, options = call.source, call.target, call.options
     if isinstance(target, (Classes, Allowed)):
         rows = tuple(target.ids.shape)
@@ -119,28 +119,28 @@ def is_per_row(name: str, options: Options) -> bool:
     """Return whether a result is one per row: the loss, or a statistic."""
     if name in ("loss", "z_loss"):
         return options.reduction == "none"
-    return name in ROW_STATS or (name in ("accuracy", "rank") and options.accuracy_of_rows)
+    return name in ROW_STATS or (name in ("accuracy", "rank") and options.is_log_probs)
 
 
 def is_prepared(call: Call) -> bool:
     """Return whether a call, or one with slots, is already in the form of the loop."""
     target, activation, options = call.target, call.activation, call.options
-    if options.shift != 0 or _reads(call) or call.shards is not None:
+    if options.shift != 0 or _has_tensor_numbers(call) or call.shards is not None:
         return False
     if activation.temperature is not None or options.sample_weight is not None:
         return False
     return isinstance(target, Classes) and target.ids.dim() == 1 and target.ids.is_contiguous()
 
 
-def _reads(call: Call) -> bool:
-    """Return whether a number is a tensor."""
+def _has_tensor_numbers(call: Call) -> bool:
+    """Return whether a number among the options is a tensor."""
     activation, options = call.activation, call.options
     numbers = (activation.logit_scale, activation.softcap, options.label_smoothing, options.z_loss, options.normalizer)
     return any(hasattr(number, "requires_grad") for number in numbers)
 
 
 def shaped(results: list[Tensor], call: Call) -> tuple[Tensor, Stats]:
-    """Return the loss and the statistics, those per row in the shape of the rows of an aligned call."""
+    """Return the loss and the statistics, those per row in the shape of the rows of a call with classes last."""
     options, loss = call.options, results[0]
     if options.reduction != "none" and not options.stats:
         return loss, _NO_STATS
@@ -155,18 +155,18 @@ _NO_STATS = Stats()
 
 
 def prepare(
-    call: Call, needs: tuple[bool, ...], trains_scale: bool = False, first: bool = True, traced: bool = False
+    call: Call, needs: tuple[bool, ...], trains_scale: bool = False, checks: bool = True, traced: bool = False
 ) -> Call:
     """Return a call with the classes of logits last in the form of the loop.
 
-    `needs`: which leaves need a gradient. `trains_scale`: whether the logit scale needs one. `first`: values that the
+    `needs`: which leaves need a gradient. `trains_scale`: whether the logit scale needs one. `checks`: values that the
     host can see are checked. `traced`: Python numbers are checked too, because no public function has done it.
     """
     if is_prepared(call) and not traced:
         return call
     source, target, activation, options, shards = call
-    moves, reads = options.shift != 0, traced or _reads(call)
-    device, acc = (source.logits if isinstance(source, Given) else source.input).device, wide(compute_of(source))
+    moves, converts = options.shift != 0, traced or _has_tensor_numbers(call)
+    device, sum_dtype = (source.logits if isinstance(source, Given) else source.input).device, wide(compute_of(source))
     looks, rows = device.type == "cpu" or looks_at_targets(device), rows_of(call)
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
     original = call
@@ -185,7 +185,7 @@ def prepare(
     elif isinstance(target, Allowed):
         target = _support(target, looks, each, rows, options)
     elif isinstance(target, Dense) and target.ids is not None:
-        target = _restricted(target, looks, acc)
+        target = _restricted(target, looks, sum_dtype)
     elif isinstance(target, TopK):
         ids, log_probs = (array.reshape(-1, array.shape[-1]) for array in target[:2])
         target = TopK(ids, log_probs, target.tail)
@@ -194,24 +194,24 @@ def prepare(
         places = torch.arange(math.prod(shape), device=device).view(shape)
         target = Probabilities(target.probs, each(places, -1))
     if activation.temperature is not None:
-        divisor = each(activation.temperature.expand(rows), 1, acc)
+        divisor = each(activation.temperature.expand(rows), 1, sum_dtype)
         divisor = divisor.masked_fill(~(divisor > 0), torch.nan).clamp_(max=LARGEST)
         activation = activation._replace(temperature=divisor)
     weight = options.sample_weight
     if weight is not None:
-        weight = each(weight, 0, acc)
+        weight = each(weight, 0, sum_dtype)
     elif moves and isinstance(target, (Dense, TopK)):
-        weight = each(torch.ones(rows, dtype=acc, device=device), 0)
+        weight = each(torch.ones(rows, dtype=sum_dtype, device=device), 0)
     if weight is not options.sample_weight or moves:
         options = options._replace(sample_weight=weight, shift=0)
     call = Call(source, target, activation, options, shards)
-    if reads:
-        call = _with_numbers(call, acc, trains_scale)
+    if converts:
+        call = _with_numbers(call, sum_dtype, trains_scale)
     if shards is not None:
         call = _in_shards(call, math.prod(rows), needs)
-    if looks and first:
+    if looks and checks:
         check_rows(original, _size(call), min(shifts))
-    return call if options.heads is None else _with_heads(call, acc)
+    return call if options.heads is None else _with_heads(call, sum_dtype)
 
 
 def _support(
@@ -232,7 +232,7 @@ def _support(
     return Allowed(ids, target.classes, target.offsets, begin, end, broken)
 
 
-def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
+def _restricted(target: Dense, looks: bool, sum_dtype: torch.dtype) -> Dense:
     """Return a teacher with the student's classes only; invalid classes that the host cannot see make it NaN."""
     ids, size, activation = target.ids.to(torch.int64), vocabulary_of(target.source), target.activation
     if looks:
@@ -243,8 +243,8 @@ def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
         wrong = (ids != unchecked).any() | (ordered[1:] == ordered[:-1]).any()
         scale = activation.logit_scale
         if not isinstance(scale, Tensor):
-            scale = torch.full((), scale, dtype=acc, device=ids.device)
-        activation = activation._replace(logit_scale=torch.where(wrong, torch.nan, scale.to(acc)))
+            scale = torch.full((), scale, dtype=sum_dtype, device=ids.device)
+        activation = activation._replace(logit_scale=torch.where(wrong, torch.nan, scale.to(sum_dtype)))
     source = target.source
     if isinstance(source, Product):
         source = source._replace(
@@ -253,7 +253,7 @@ def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
     return Dense(gathered(source, ids), activation)
 
 
-def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
+def _with_numbers(call: Call, sum_dtype: torch.dtype, trains_scale: bool) -> Call:
     """Replace 0-d tensors by numbers, and check these, where no device has to be waited for."""
     activation, options = call.activation, call.options
     numbers = {"logit_scale": activation.logit_scale, "softcap": activation.softcap}
@@ -261,12 +261,12 @@ def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
     for name, value in numbers.items():
         if isinstance(value, Tensor):
             looks = looks_at_targets(value.device)
-            numbers[name] = value.item() if looks else cast(value.detach(), acc)
+            numbers[name] = value.item() if looks else cast(value.detach(), sum_dtype)
     check_options("torch", {name: value for name, value in numbers.items() if not isinstance(value, Tensor)})
     cap, scale = numbers.pop("softcap"), numbers.pop("logit_scale")
     cap = cap.clamp(max=LARGEST) if isinstance(cap, Tensor) else bounded(cap)
     if trains_scale:
-        least = _LEAST[acc]
+        least = _LEAST[sum_dtype]
         if isinstance(scale, Tensor):
             scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
         elif abs(scale) < least:
@@ -289,25 +289,27 @@ def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
     return call._replace(target=target, options=options, shards=shards)
 
 
-def _with_heads(call: Call, acc: torch.dtype) -> Call:
+def _with_heads(call: Call, sum_dtype: torch.dtype) -> Call:
     """Make the sum of the heads' losses one sum over all rows: a row has the weight of its head over its divisor."""
     options, target, heads = call.options, call.target, call.options.heads or 1
     assert isinstance(target, (Classes, Probabilities))
     ids = target.ids if isinstance(target, Classes) else None
     counted: Any = target.order >= 0 if isinstance(target, Probabilities) else ids != options.ignore_index
     sample_weight, factors = options.sample_weight, options.head_weight
-    weight = (counted.to(acc) if sample_weight is None else sample_weight.masked_fill(~counted, 0)).view(heads, -1)
+    weight = (counted.to(sum_dtype) if sample_weight is None else sample_weight.masked_fill(~counted, 0)).view(
+        heads, -1
+    )
     if options.reduction == "mean":
         divisor = options.normalizer
         if divisor is None:
             parts = weight
             if ids is not None and options.weight is not None:
-                parts = weight * weights_of(options.weight.to(acc), ids, call.shards).view(heads, -1)
+                parts = weight * weights_of(options.weight.to(sum_dtype), ids, call.shards).view(heads, -1)
             if ids is not None:  # invalid targets do not count
                 parts = parts * ((ids >= 0) & (ids < _size(call))).view(heads, -1)
             divisor = parts.sum(1, keepdim=True)
         elif not isinstance(divisor, Tensor):
-            divisor = torch.full((), divisor, dtype=acc, device=weight.device)
+            divisor = torch.full((), divisor, dtype=sum_dtype, device=weight.device)
         weight = torch.where(divisor == 0, 0, weight / divisor)  # a reciprocal could overflow
     if factors is not None:
         weight = torch.stack([row * factor for row, factor in zip(weight, factors, strict=True)])

@@ -108,22 +108,22 @@ class Computed(Stored):
         target, shards, compute = setting.call.target, setting.call.shards, setting.compute
         source = self._gathered(source)
         self._classifier = Classifier(source, setting.width, setting.needs)
-        divides = isinstance(target, (Dense, TopK))
+        is_divergence = isinstance(target, (Dense, TopK))
         # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory,
         # and the log-sum-exp of a row must be that of the logits that its gradient is computed from.
-        ends, on_cuda = not (self.needs_gradient or any(setting.needs)), setting.device.type == "cuda"
-        rounds = not (exact(setting.call) or divides or (on_cuda and shards is not None and ends))
+        only_forward, on_cuda = not (self.needs_gradient or any(setting.needs)), setting.device.type == "cuda"
+        rounds = not (exact(setting.call) or is_divergence or (on_cuda and shards is not None and only_forward))
         self._dtype = compute if rounds else wide(compute)
-        self._overlays = divides and self._steps.overlays and self._dtype != compute
+        self._overlays = is_divergence and self._steps.overlays and self._dtype != compute
         self.tiles = self._steps.tiles and not self.needs_gradient and shards is None and isinstance(target, Classes)
         self.tiles = self.tiles and self._classifier.quantized is None and "rank" not in setting.call.options.stats
         self.skips = not self.tiles
         self._rooms: dict[int | str, Tensor] = {}
         self._turn = 0
-        return max(setting.count, 1) if self.tiles else self._rows_of_part(divides)
+        return max(setting.count, 1) if self.tiles else self._rows_of_part(is_divergence)
 
     def _gathered(self, source: Product) -> Product:
-        """Keep what is given. Return the product with the hidden states of all tokens."""
+        """Set the product and its gradients. Return it with the hidden states of all tokens, also of other ranks."""
         shards = self._setting.call.shards
         self._product, self._tokens = source, None
         self._arriving: Any = None
@@ -135,14 +135,14 @@ class Computed(Stored):
         self._tokens = tokens_of(shards, tuple(source.input.shape), self._setting.count)
         return source._replace(input=self._tokens.gathered(source.input.to(self._setting.compute)))
 
-    def _rows_of_part(self, divides: bool) -> int:
+    def _rows_of_part(self, is_divergence: bool) -> int:
         setting, columns, workspace = self._setting, self._classifier.columns, self._product.workspace
         compute, shards, size = setting.compute, setting.call.shards, self._dtype.itemsize
         if self._dtype != compute and self.needs_gradient and not self._overlays:
             size += compute.itemsize
-        if shards is not None or divides:  # the same on every rank
+        if shards is not None or is_divergence:  # the same on every rank
             columns = most_columns(setting, columns)
-        if divides:
+        if is_divergence:
             more = self._teacher.bytes_per_row if self._teacher else 0
             return part_rows(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
         if shards is None and workspace is None and setting.device.type != "cpu":
@@ -279,7 +279,12 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     """Return whether `at_once` serves a call with a product: all factors have one dtype, and the rows are one part."""
     source: Any = setting.call.source
     compute = setting.compute
-    if setting.call.shards is not None or compute == torch.float16 or not setting.made_first or not setting.count:
+    if (
+        setting.call.shards is not None
+        or compute == torch.float16
+        or not setting.forward_gradients
+        or not setting.count
+    ):
         return False
     if not isinstance(source.weight, Tensor) or exact(setting.call) or source.precision is not None:
         return False

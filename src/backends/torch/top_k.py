@@ -36,7 +36,7 @@ _BLOCKS_OF_KERNELS = 16  # in a part of given logits, for which kernels need a f
 
 
 def top_k(call: Call, kernel: str) -> list[Tensor]:
-    """Return ids and log-probabilities (N, K) of an aligned call, with the kernels of that backend."""
+    """Return ids and log-probabilities (N, K) of a call with classes last, with the kernels of that backend."""
     count, device, acc = prod(rows_of(call)), array_of(call).device, wide(compute_of(call.source))
     if call.shards is not None:  # ranks with another k would send tensors of another size
         call = call._replace(shards=call.shards._replace(exchanges=True))

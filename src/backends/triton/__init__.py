@@ -9,16 +9,10 @@
 - `hopper` contains two matrix products for Hopper GPUs.
 """
 
-from typing import TYPE_CHECKING
-
-from xent.backends.harness import Harness
 from xent.backends.torch import TorchBackend
 from xent.backends.triton import machine
 from xent.core.call import Call, Product, array_of, dtype_name
 from xent.core.spec import BackendInfo
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["BACKEND", "TritonBackend"]
 
@@ -72,15 +66,6 @@ class TritonBackend(TorchBackend):
     def load(self) -> None:
         """Import the modules that register the steps of this backend."""
         from xent.backends.triton import largest, steps  # noqa: F401
-
-    def harness(self, device: str | None = None) -> "Harness[Tensor]":
-        """Return the harness of the gradient checks, without float64."""
-        from xent.backends.triton.harness import TritonHarness
-
-        harness = TritonHarness(device)
-        if machine.UNTRIED is not None:
-            harness.passed = machine.PROOF.remember  # type: ignore[method-assign]
-        return harness
 
 
 BACKEND = TritonBackend()

@@ -279,7 +279,7 @@ class TritonSteps:
 
     fold_product, gradient_product = fold_product, gradient_product
 
-    def meet(self, sums: Tensor, part: Part) -> None:
+    def begin_second_fold(self, sums: Tensor, part: Part) -> None:
         """Do nothing: these targets take one round of folds."""
 
     def results(self) -> list[Tensor]:
@@ -292,7 +292,7 @@ class TritonSteps:
             result: Any = inputs.counted if name == "count" else getattr(recorded, name, None)
             if name == "z_loss" and reduced:
                 result = result.sum()
-            elif name == "accuracy" and not options.accuracy_of_rows:
+            elif name == "accuracy" and not options.is_log_probs:
                 assert inputs.counted is not None
                 result = result.sum() / inputs.counted.clamp(min=1)
             results.append(result)

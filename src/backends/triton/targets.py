@@ -130,9 +130,9 @@ class ShardedSteps(PortableSteps):
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums of a block."""
-        if self._inputs.setting.width and (self.met or "entropy" not in self._inputs.options.stats):
-            self._launch(block._replace(grad=None), part, REFOLD if self.met else FOLD, sums, self.met)
-            if not self.met:
+        if self._inputs.setting.width and (self.first_sums or "entropy" not in self._inputs.options.stats):
+            self._launch(block._replace(grad=None), part, REFOLD if self.first_sums else FOLD, sums, self.first_sums)
+            if not self.first_sums:
                 self.write_checks(block, part, sums)
         else:
             super().fold(block, part, sums, adds)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.backends.harness import AnyHarness
+from xent.command.check.harness import AnyHarness
 from xent.core.spec import LinearTeacher, Support, TopKTeacher
 
 __all__ = ["LOSSES", "Array", "Case", "Inputs", "Named", "make_inputs", "mapped", "placed"]

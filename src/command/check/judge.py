@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 import xent
-from xent.backends.harness import AnyHarness, Operand
 from xent.backends.protocol import Backend
 from xent.backends.reference import gradients
 from xent.command.check.case import LOSSES, Array, Case, Inputs, Named, make_inputs, mapped, placed
+from xent.command.check.harness import AnyHarness, Operand
 from xent.core.call import Call
 from xent.core.signature import FUNCTIONS
 

@@ -18,9 +18,10 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from xent.backends import TABLE, backends
-from xent.backends.harness import AnyHarness
 from xent.backends.protocol import Backend
 from xent.command.check.case import LOSSES, Case, Named
+from xent.command.check.harness import AnyHarness
+from xent.command.check.harnesses import harness_of
 from xent.command.check.judge import Comparison, judge_case
 from xent.core.spec import DIFFERENTIABLE
 
@@ -130,7 +131,7 @@ def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
         if name == "numpy" or (names and name not in names) or not (backend := load()).info().available:
             continue
         for device in backend.info().devices:
-            harness = backend.harness(device)
+            harness = harness_of(backend, device)
             kinds = [(function, dtype) for function in FUNCTIONS for dtype in harness.dtypes]
             works.append(Work(backend, device, harness, {kind: cases_of(harness, *kind, full) for kind in kinds}, full))
     return works
@@ -195,7 +196,7 @@ def _results(work: Work) -> Iterator[_Result]:
 def _judged_by(key: tuple[str, str], device: str, case: Case) -> _Result:
     """Judge a case in a worker process."""
     backend = TABLE[key]()
-    return _judged(backend, backend.harness(device), case)
+    return _judged(backend, harness_of(backend, device), case)
 
 
 def _judged(backend: Backend, harness: AnyHarness, case: Case) -> _Result:

@@ -22,6 +22,7 @@ from xent.backends.torch import planned
 from xent.backends.triton import TritonBackend, largest, launches, machine
 from xent.backends.triton.hopper import products
 from xent.command.check.case import Case, make_inputs, placed
+from xent.command.check.harnesses import harness_of
 from xent.command.check.run import FUNCTIONS, cases_of
 from xent.core.call import Activation
 
@@ -52,7 +53,7 @@ class Launch(NamedTuple):
 
 def check_cases(full: bool) -> list[Case]:
     """Return the cases of the check on a GPU."""
-    from xent.backends.triton.harness import TritonHarness
+    from xent.command.check.triton_harness import TritonHarness
 
     harness = TritonHarness("cuda")
     return [
@@ -160,7 +161,7 @@ def _alone() -> Iterator[Any]:
 def _call(case: Case, **more: Any) -> None:
     """Call the function of a case with and without gradients. `more`: other arguments."""
     backend = TritonBackend()
-    harness = backend.harness("cpu")
+    harness = harness_of(backend, "cpu")
     inputs = make_inputs(case)
     leaves = {name: harness.array(value, case.dtype) for name, value in inputs.differentiable.items()}
     options = placed(harness, inputs.options, case.wide)

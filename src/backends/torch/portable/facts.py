@@ -80,7 +80,7 @@ class Facts:
         """Memory that all blocks of rows share."""
         self.index: Index = slice(0, count)
         """The place of these rows in the call."""
-        self.plain = softcap is temperature is None and not isinstance(scale, Tensor) and scale == 1
+        self.x_is_z = softcap is temperature is None and not isinstance(scale, Tensor) and scale == 1
         """Whether x is known to equal z."""
         mean, divisor, weight = options.reduction == "mean", options.normalizer, options.sample_weight
         alike = weight is divisor is None and count > 0

@@ -6,10 +6,11 @@ factor logit_scale / temperature of dx/dz is part of the coefficients of a row.
 With a reference `peak` near the row's largest logit, a block's exponentials e^(x_c - peak) stay in memory between
 `fold` and `gradient`, so that whole rows take one exponential per logit. The gradient of a logit is ::
 
-    g_c = e^(x_c - peak) (alpha + beta (x_c - peak)) - share w_c - given q_c,  times 1 - tanh^2
+    g_c = e^(x_c - peak) (alpha + beta (x_c - peak)) - share w_c - of_q q_c,  times 1 - tanh^2
     g_y = at_target in place of this, for class indices,  times 1 - tanh^2
 
-w are the class weights, or for class probabilities the shares w' of the classes in the loss.
+with the coefficients of `xent.backends.torch.portable.steps`. w are the class weights, or for class probabilities the
+shares w' of the classes in the loss.
 
 On a CPU a fused softmax computes the exponentials of rows that are not narrow: those relative to `peak`, divided by a
 factor of each row. All this depends on the row alone, not on the rows beside it.
@@ -150,7 +151,7 @@ class LogitRows:
     def gradient(self, coefficients: Coefficients) -> None:
         """Write the gradient with respect to the logits (R, C), whose memory may be that of the logits."""
         grad, alpha, beta = self._grad, coefficients["alpha"], coefficients["beta"]
-        share, q_factor = coefficients["share"], coefficients["given"]
+        share, q_factor = coefficients["share"], coefficients["of_q"]
         assert grad is not None
         if self._e is None:
             self._exponentiate(beta is not None, coefficients["peak"])
@@ -197,7 +198,7 @@ class LogitRows:
         """Set e, its factor and the slope, and return the peak, by default a large x; `keeps`: also set x - peak."""
         x, facts, exact, outside = self._z, self._facts, self._exact, self._outside
         least, largest = torch.finfo(facts.dtype).min, x
-        if not facts.plain or x.dtype != facts.dtype or exact is not None or outside is not None:
+        if not facts.x_is_z or x.dtype != facts.dtype or exact is not None or outside is not None:
             x = self._room("x").copy_(x)
             if exact is not None:
                 self._put(x, exact[:, None].to(facts.dtype))

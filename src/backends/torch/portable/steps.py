@@ -41,6 +41,7 @@ _NONE: Any = None
 _SMALLEST_OWN = 1e-19  # rest / own is finite above: rest is below 2^60
 _INTEGERS = ("place", "truth", "check", "range")
 _MOVED = {"below": "weights", "cost": "mass", "surprise": "given", "deficit": "counted"}
+"""The sums of peak - x with weights, and the sums of these weights: a new peak changes each by their product."""
 _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 """The statistics of a row without any class in its support."""
 
@@ -56,8 +57,8 @@ class PortableSteps(Steps):
         self.fuses = setting.call.shards is None
         self.saves = not isinstance(setting.call.target, (Dense, TopK))
         self._kind: Any = LogitRows if self.saves else TeacherRows
-        self.met: dict[str, Tensor] = {}
-        """The sums of the first of two folds."""
+        self.first_sums: dict[str, Tensor] = {}
+        """The merged sums of the first of two folds; empty before it has ended."""
         if setting.call.shards is not None and (setting.upstream is None or not self.saves):
             self.facts.check = row_checks(setting.call, setting.count)
 
@@ -92,12 +93,16 @@ class PortableSteps(Steps):
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums (K, R) of a block."""
-        compares = not self.met and self.setting.call.shards is not None
-        names = SECOND if self.met else tuple([name for name in self.facts.names if name not in ("check", "range")])
+        compares = not self.first_sums and self.setting.call.shards is not None
+        names = (
+            SECOND if self.first_sums else tuple([name for name in self.facts.names if name not in ("check", "range")])
+        )
         for piece, rows, facts in self._pieces(block._replace(grad=None), part):
             if piece.logits.shape[1]:
                 logit_rows = self._kind(facts, piece)
-                named_sums: Any = logit_rows.refold(_of(self.met, rows, part)) if self.met else logit_rows.fold()
+                named_sums: Any = (
+                    logit_rows.refold(_of(self.first_sums, rows, part)) if self.first_sums else logit_rows.fold()
+                )
             else:
                 least, like = torch.finfo(sums.dtype).min, sums[0, : len(piece.logits)]
                 named_sums = {name: torch.full_like(like, least if is_largest(name) else 0) for name in names}
@@ -117,14 +122,14 @@ class PortableSteps(Steps):
         """Make loss and gradient NaN in those of some rows of the call that are `wrong`, (R,) bool."""
         self.facts.invalidate(index, wrong)
 
-    def meet(self, sums: Tensor, part: Part) -> None:
+    def begin_second_fold(self, sums: Tensor, part: Part) -> None:
         """Merge both normalizers of the rows of a part."""
-        self.met = self._merged(sums, part)
+        self.first_sums = self._merged(sums, part)
 
     def finish(self, sums: Tensor, part: Part, needs_gradient: bool, saved: Tensor | None) -> Coefficients:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
-        merged = merge(SECOND, sums) | self.met if self.met else self._merged(sums, part)
-        self.met = {}
+        merged = merge(SECOND, sums) | self.first_sums if self.first_sums else self._merged(sums, part)
+        self.first_sums = {}
         return self._finish(self.facts.rows(part.indices), merged, needs_gradient, saved)
 
     def _merged(self, packed: Tensor, part: Part) -> dict[str, Tensor]:
@@ -185,7 +190,7 @@ class PortableSteps(Steps):
         if name == "accuracy":
             correct = self._result("predictions") == (self._result("truth") if facts.target is None else facts.target)
             correct = masked(correct, facts.invalid, False)
-            if options.accuracy_of_rows:
+            if options.is_log_probs:
                 return correct.to(facts.dtype)
             return correct.sum().to(facts.dtype) / self._result("count").clamp(min=1)
         if name not in recorded:
@@ -301,14 +306,14 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         facts.excluded,
     )
     peak, rest, smoothing, z_loss = sums["peak"], sums["rest"], options.label_smoothing, options.z_loss
-    spread, is_class, regular = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
+    spread, is_class, has_z_loss = smoothing / facts.setting.vocabulary, "target" in sums, smooths(z_loss)
     nll = mass = lse = entropy = beta = beyond = _NONE
     own: Scalar = 0
     loss: Scalar = 0
     w_y: Scalar = 0
     if is_class:
         x_y = sums["target"]
-        if not facts.plain:
+        if not facts.x_is_z:
             activate(x_y := x_y.clone(), activation)
         distance = x_y - peak
         own = distance.exp()
@@ -333,9 +338,9 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         loss = loss + cost + times(mass, log_sum)
     results = {name: sums[key] for name, key in (("predictions", "place"), ("truth", "truth")) if key in sums}
     results["loss"] = facts.weight * loss
-    if stats or regular:
+    if stats or has_z_loss:
         lse = results["lse"] = peak + log_sum
-    if regular or "z_loss" in stats:
+    if has_z_loss or "z_loss" in stats:
         results["z_loss"] = z_term = facts.weight * times(z_loss, lse.square())
         results["loss"] = results["loss"] + z_term
     if "nll" in stats:
@@ -356,7 +361,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
     if not needs_gradient:
         return results, {}
-    if not facts.plain:
+    if not facts.x_is_z:
         linear = activation.logit_scale
         linear = linear if activation.temperature is None else linear / activation.temperature
         factors = (r, of_lse, of_nll, of_entropy)
@@ -364,7 +369,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
     gamma, terms = times(w_y, r), [] if of_lse is None else [of_lse]
     if share is not None:
         terms.append(r * mass)
-    if regular:
+    if has_z_loss:
         terms.append(2 * z_loss * r * lse)
     if of_nll is not None and is_class:
         gamma = gamma + of_nll
@@ -389,7 +394,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], needs_gradient: bool) -> tuple
         "at_target": at_target if is_class else None,
         "zero": zero,
         "share": None if share is None else r * share,
-        "given": None if is_class else of_nll,
+        "of_q": None if is_class else of_nll,
     }
 
 

@@ -15,9 +15,11 @@ For the target this is gamma (p_y - 1) + p_y (excess + beta log p_y) - delta w_y
 cancellation. Upstream gradients u of lse, n of nll and v of the entropy H add n to gamma, u - v H to excess and -v to
 beta, also for rows with sample weight 0.
 
+Here gamma has no share of the smoothing, which is delta; in `xent.backends.torch.portable.steps` it has.
+
 `row` is the index of a row in the call, or a block of indices. `inside` is the mask of a block, None for one row.
-`rows`, `upstreams` and `results` are the groups of `xent.backends.triton.launches`. A call that lacks a tensor has a
-null pointer in its place (`is_given`), so that the same compiled kernel serves calls with and without it.
+`rows`, `upstreams`, `results`, `numbers` and `way` are the groups of `xent.backends.triton.launches`. A call that lacks
+a tensor has a null pointer in its place (`is_given`), so that one compiled kernel serves calls with and without it.
 
 Arithmetic that all kernels share: activation of logits and its slope, exponents.
 
@@ -105,7 +107,7 @@ def times(share, value):
 
 
 @triton.jit
-def _below(z, activation):
+def _sigmoid(z, activation):
     """Return b = 1 / (1 + e^(2 s z / k)), from which both the softcap and its slope are computed.
 
     A GPU computes special functions at an eighth of its rate, and a capped logit needs two exponentials besides. So
@@ -131,7 +133,7 @@ def activate(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     x = z * activation[0] if way.scaled else z
     if way.capped:
         if way.quick and not EXACT:
-            x = tl.fma(_below(z, activation), -2 * activation[1], activation[1])
+            x = tl.fma(_sigmoid(z, activation), -2 * activation[1], activation[1])
         else:
             x = activation[1] * tanh(x / activation[1])
     return x
@@ -143,7 +145,7 @@ def slope(z, activation, way: tl.constexpr, EXACT: tl.constexpr = False):
     derivative = tl.zeros_like(z) + activation[0]
     if way.capped:
         if way.quick and not EXACT:
-            below = _below(z, activation)
+            below = _sigmoid(z, activation)
             derivative = (4 * activation[0]) * tl.fma(-below, below, below)
         else:
             t = exp(-2 * tl.abs(z * activation[0] / activation[1]))
@@ -158,7 +160,7 @@ def quick_exponent(z, activation, reference, way: tl.constexpr):
     The rounding error of a reference m log2(e) is the same in all terms of a row and cancels.
     """
     if way.capped and way.quick:
-        below = _below(z, activation)
+        below = _sigmoid(z, activation)
         e2 = tl.fma(below, activation[1] * (-2 * LOG2E), -(reference - activation[1] * LOG2E))
     elif not way.capped:
         e2 = tl.fma(z, activation[0] * LOG2E, -reference)
@@ -369,8 +371,8 @@ def finish(
     right = tl.where((top_class == y) & ~invalid, 1.0, 0.0)
     loss, z_part = of_mean(a * cost, row, divisor), of_mean(a * squared, row, divisor)
     recorded = loss, lse, surprise, entropy, top_class, right, z_part, of_squares, mean_logit
-    for index in tl.static_range(9):
-        skipped = excluded if index == 0 or index == 6 else ignored  # of the loss and its z-loss
+    for index in tl.static_range(9):  # members of `Results`: 0 is the loss, 4 the predictions, 6 the z-loss
+        skipped = excluded if index == 0 or index == 6 else ignored
         record(results[index], row, inside, tl.where(skipped, -1 if index == 4 else 0.0, recorded[index]))
 
     gamma = r * keep * w_y

@@ -14,18 +14,17 @@ All but `rest` are computed only if they are needed. With class probabilities q,
 
 A lane also has its largest key (`order`) and the first class of that block.
 
-In a row that does not begin at a multiple of 16 bytes (skewed), a lane has other classes than in an aligned row. Before
-lanes are summed they are rotated back, so that a row's loss has the same bits wherever it begins.
-
 A row may begin at any address (`Way.skewed`). It is then read from the last multiple of 16 bytes before it, `off`
-elements earlier. Vectors of 16-bit elements are loaded as pairs, the first in the low half of an int32: widening both
+elements earlier, so that a lane has other classes than in an aligned row. Before lanes are summed they are rotated
+back: a row's loss has the same bits wherever it begins.
+
+Vectors of 16-bit elements are loaded as pairs, the first in the low half of an int32: widening both
 to float32 takes one instruction each. Blocks that are loaded ahead are float32 too. If they were kept as pairs, the
 compiler would load them into the registers of the block before, and so not before that block is used.
 
 `fold_kernel` computes the packed sums of rows over the classes of one rank or tile. The target is only in its own
-column, as its raw logit.
-Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too (`Way.exact`). References
-differ between ranks and tiles, so the rounding error of reference * log2(e) would not cancel.
+column, as its raw logit. Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too
+(`Way.exact`). References differ between ranks and tiles, so the rounding error of reference * log2(e) would not cancel.
 """
 
 import triton
@@ -311,8 +310,8 @@ def fold_kernel(
     logits_outer: "i64",
     logits_row: "i64",
     skew: "i64",  # offset of `logits` from a multiple of 16 bytes, in elements
-    sums,  # (K, R) float32, rows `slot` apart
-    slot: "i64",
+    sums,  # (K, R) float32, rows `sums_stride` apart
+    sums_stride: "i64",
     target_logits,  # (R,) float32 or None: replace the targets' raw logits
     input_checks,  # (R,) int32 or None: checksums of the hidden states
     rows,  # the class weights are those of these classes
@@ -338,7 +337,9 @@ def fold_kernel(
     place = sums + local_row
     if (ignored | ((a == 0) & (numbers.all_rows == 0))) != 0:
         least = -float("inf")
-        put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0) + checks, columns)
+        put(
+            place, sums_stride, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0) + checks, columns
+        )
     else:
         line = line_of(logits, local_row, logits_inner, logits_outer, logits_row, skew, 0, width, way)
         loads = first_loads(line, y, way)
@@ -363,15 +364,15 @@ def fold_kernel(
             below = tl.where(own == float("inf"), own, below - own)
         packed = rest, below, total_weight - w_y, mixed * LN2, squares, counted * m - level, counted
         there, least = adds != 0, -float("inf")
-        other_peak = load(place + columns.peak * slot, there, least)
+        other_peak = load(place + columns.peak * sums_stride, there, least)
         reference = finite(tl.maximum(peak, other_peak))
-        packed = plus(rebased(reference, peak, packed), load_sums(place, slot, there, reference, columns))
+        packed = plus(rebased(reference, peak, packed), load_sums(place, sums_stride, there, reference, columns))
         peak = tl.maximum(peak, other_peak)
-        z_y += column(place, slot, there, columns.target)
-        w_y += column(place, slot, there, columns.row_weight)
+        z_y += column(place, sums_stride, there, columns.target)
+        w_y += column(place, sums_stride, there, columns.row_weight)
         if way.predicted:
-            other = column(place, slot, there, columns.place).to(tl.int32, bitcast=True)
-            other_key = load(place + columns.key * slot, there, least)
+            other = column(place, sums_stride, there, columns.place).to(tl.int32, bitcast=True)
+            other_key = load(place + columns.key * sums_stride, there, least)
             top, top_class = larger(other_key, tl.where(there, other, NOWHERE), top, top_class)
         packed += (peak, z_y, w_y, top, top_class.to(tl.float32, bitcast=True)) + checks
-        put(place, slot, None, packed, columns)
+        put(place, sums_stride, None, packed, columns)

@@ -151,8 +151,8 @@ def gradient_kernel(
     grad_outer: "i64",
     grad_row: "i64",
     target_grad,  # see `rows_kernel`
-    coefficients,  # (6, R) float32 of `finish_kernel`, rows `slot` apart
-    slot: "i64",
+    coefficients,  # (6, R) float32 of `finish_kernel`, rows `sums_stride` apart
+    sums_stride: "i64",
     rows,  # the class weights are those of the classes from `first_here` on
     numbers,
     start: "i64",  # index of the first row in `rows.order`, or in the call
@@ -167,7 +167,7 @@ def gradient_kernel(
     local_row = (tl.program_id(0) // parts).to(tl.int64)
     first = tl.program_id(0) % parts * SIZE
     of_row = coefficients + local_row
-    y = tl.load(of_row + 5 * slot).to(tl.int32, bitcast=True)
+    y = tl.load(of_row + 5 * sums_stride).to(tl.int32, bitcast=True)
     source, off, last, whole, _width = line_of(
         logits, local_row, logits_inner, logits_outer, logits_row, skew, 0, width, way
     )
@@ -178,13 +178,19 @@ def gradient_kernel(
     else:
         activation = activation_of(row_at(start + local_row, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
-        terms = tl.load(of_row), tl.load(of_row + slot), tl.load(of_row + 3 * slot), tl.load(of_row + 4 * slot), 0.0
+        terms = (
+            tl.load(of_row),
+            tl.load(of_row + sums_stride),
+            tl.load(of_row + 3 * sums_stride),
+            tl.load(of_row + 4 * sums_stride),
+            0.0,
+        )
         terms = _scaled(terms, activation, way)
         weights = rows.class_weight if way.smoothed else None, None
         _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
-            g_y = tl.load(of_row + 2 * slot)
+            g_y = tl.load(of_row + 2 * sums_stride)
             if target_grad is not None:
                 tl.store(target_grad + local_row, g_y)
                 g_y = tl.full((), 0.0, tl.float32)
@@ -296,7 +302,7 @@ def rows_kernel(
     counts: "i32",  # whether each program counts the rows that divide a mean: `rows` has no divisor
     ignore_index: "i64",
     vocabulary: "i32",
-    share: "i32",  # classes of a program: all, or a multiple of VECTOR; the last program has the rest
+    part_size: "i32",  # classes of a program: all, or a multiple of VECTOR; the last program has the rest
     probabilities,  # rows at position(row, inner, outer, row stride), classes `given_class` apart; None for classes
     given_inner: "i64",
     given_outer: "i64",
@@ -322,8 +328,8 @@ def rows_kernel(
         y = y * 0 - 1
     # The classes of this program, and the target among them.
     part = program % way.parts
-    cut = part * share
-    size = tl.minimum(vocabulary - cut, share)
+    cut = part * part_size
+    size = tl.minimum(vocabulary - cut, part_size)
     y_here = y - cut
     has_target = (y_here >= 0) & (y_here < size)
     known = tl.where(ignored, 0, size)

@@ -63,20 +63,20 @@ MULTIPLIER = tl.constexpr(-1640531535)  # odd, 2^32 divided by the golden ratio,
 
 
 @triton.jit
-def column(place, slot, inside, COLUMN: tl.constexpr):
-    """Load a column of sums, rows of `slot` elements; 0 if there is no such column."""
+def column(place, sums_stride, inside, COLUMN: tl.constexpr):
+    """Load a column of sums, rows of `sums_stride` elements; 0 if there is no such column."""
     if COLUMN < 0:
         return 0.0
     else:
-        return load(place + COLUMN * slot, inside, 0.0)
+        return load(place + COLUMN * sums_stride, inside, 0.0)
 
 
 @triton.jit
-def put(place, slot, inside, sums, columns: tl.constexpr):
+def put(place, sums_stride, inside, sums, columns: tl.constexpr):
     """Store the values of columns, in the order of `Columns`."""
     for k in tl.static_range(14):
         if columns[k] >= 0:
-            tl.store(place + columns[k] * slot, sums[k], mask=inside)
+            tl.store(place + columns[k] * sums_stride, sums[k], mask=inside)
 
 
 @triton.jit
@@ -97,12 +97,12 @@ def rebased(reference, peak, sums):
 
 
 @triton.jit
-def load_sums(place, slot, inside, reference, columns: tl.constexpr):
+def load_sums(place, sums_stride, inside, reference, columns: tl.constexpr):
     """Return sums relative to a larger, finite reference. Those that a call does not have, and masked ones, are 0."""
     sums = ()
     for k in tl.static_range(7):
-        sums += (column(place, slot, inside, columns[k]),)  # type: ignore[assignment]
-    return rebased(reference, load(place + columns.peak * slot, inside, -float("inf")), sums)
+        sums += (column(place, sums_stride, inside, columns[k]),)  # type: ignore[assignment]
+    return rebased(reference, load(place + columns.peak * sums_stride, inside, -float("inf")), sums)
 
 
 @triton.jit
@@ -255,8 +255,8 @@ def join_kernel(
     parts,  # (2 or 3, chunks, R) float32: the largest x, the sum of e, and with an entropy the sum of e log2 e
     chunks: "i32",
     count: "i64",  # R
-    sums,  # (K, R) float32, rows `slot` apart
-    slot: "i64",
+    sums,  # (K, R) float32, rows `sums_stride` apart
+    sums_stride: "i64",
     target_logits,  # (R,) float32
     rows,
     start: "i64",  # index of the first row in `rows.order`, or in the call
@@ -294,12 +294,14 @@ def join_kernel(
     row = row_at(start + local_row, inside, rows)
     owned, _y, w_y, _a, _ignored = owner(row, inside, rows, ignore_index, first, width, vocabulary)
     place = sums + local_row
-    _rest, below, weights, _mixed, squares, deficit, counted = load_sums(place, slot, inside, finite(peak), columns)
+    _rest, below, weights, _mixed, squares, deficit, counted = load_sums(
+        place, sums_stride, inside, finite(peak), columns
+    )
     z_y = tl.where(owned, tl.load(target_logits + local_row, mask=inside, other=0.0), 0.0)
-    key, top_class = column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
+    key, top_class = column(place, sums_stride, inside, columns.key), column(place, sums_stride, inside, columns.place)
     packed = rest, below, weights, mixed * LN2, squares, deficit, counted
     check = tl.full((), 0.0, tl.float32)  # there is none; Triton 3.6 takes no Python number here
-    put(place, slot, inside, packed + (peak, z_y, w_y, key, top_class, check, check), columns)
+    put(place, sums_stride, inside, packed + (peak, z_y, w_y, key, top_class, check, check), columns)
 
 
 @kernel

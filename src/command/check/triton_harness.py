@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from xent.backends.torch.harness import TorchHarness
-from xent.backends.triton.machine import DEVICES
+from xent.backends.triton import machine
+from xent.command.check.torch_harness import TorchHarness
 
 __all__ = ["TritonHarness"]
 
@@ -30,15 +30,15 @@ _MOST_PROCESSES = 16  # each process has a CUDA context
 
 
 class TritonHarness(TorchHarness):
-    """A `xent.backends.harness.Harness` for the Triton kernels, without float64."""
+    """A `xent.command.check.harness.Harness` for the Triton kernels, without float64."""
 
     def __init__(self, device: str | None = None) -> None:
-        super().__init__(device or DEVICES[0])
+        super().__init__(device or machine.DEVICES[0])
         self.dtypes = tuple(dtype for dtype in self.dtypes if dtype != "float64")
         self._interprets = self.device == "cpu"
         self.seconds = 0.8 if self._interprets else 5.0  # to compile takes most of it
         self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
-        paths = sorted(Path(__file__).parent.rglob("*.py"))
+        paths = sorted(Path(machine.__file__).parent.rglob("*.py"))
         names = (name for path in paths for name in _KERNEL.findall(path.read_text(encoding="utf-8")))
         self.kernels = (_INTERPRETER,) if self._interprets else tuple(names)
 
@@ -58,3 +58,8 @@ class TritonHarness(TorchHarness):
     def sizes(self, dtype: str) -> dict[str, int]:
         """Return sizes that reach each kernel of rows."""
         return _INTERPRETED if self._interprets else _CLASSES
+
+    def passed(self) -> None:
+        """Record that the kernels are proved, if this is a GPU for which they were only compiled."""
+        if machine.UNTRIED is not None:
+            machine.PROOF.remember()

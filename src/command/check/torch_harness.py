@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xent.backends.harness import Harness, Operand
 from xent.backends.torch.devices import devices
+from xent.command.check.harness import Harness, Operand
 from xent.core.spec import Array
 
 __all__ = ["TorchHarness"]

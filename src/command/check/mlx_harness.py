@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xent.backends.harness import Harness
+from xent.command.check.harness import Harness
 
 __all__ = ["MlxHarness"]
 
