@@ -69,22 +69,18 @@ def _from_top_k(
         return loss, _put(p * mass, ids, p_k * mass - q)
     # All other classes are one more cell. Their shares of it do not depend on the teacher.
     others = _put(x, ids, mx.full(ids.shape, -mx.inf, x.dtype))
-    empty = mx.max(others, axis=-1) == -mx.inf
-    others = mx.where(empty[:, None], 0, others)
-    log_shares, shares = _softmax(others)
-    log_sum_left, log_sum = others.max(-1) - log_shares.max(-1), x.max(-1) - log_p.max(-1)
-    log_p_left = mx.where(empty, -mx.inf, log_sum_left - log_sum)
-    q, log_q, whole = teacher_cells(mx, teacher, q, log_q, mass, empty[:, None])
-    p, log_p = _cells(mx.where(known, p_k, 0), exact_exp(log_p_left)), _cells(log_p_k, log_p_left)
+    largest = others.max(-1, keepdims=True)
+    empty = largest == -mx.inf
+    log_shares, shares = _softmax(mx.where(empty, 0, others))
+    log_sum_others = largest - log_shares.max(-1, keepdims=True)
+    log_p_others = log_sum_others - (x.max(-1) - log_p.max(-1))[:, None]
+    q, log_q, whole = teacher_cells(mx, teacher, q, log_q, mass, empty)
+    p = mx.concatenate([mx.where(known, p_k, 0), exact_exp(log_p_others)], -1)
+    log_p = mx.concatenate([log_p_k, log_p_others], -1)
     terms, v, factor = divergence_terms(mx, options, p, q, log_p, log_q)
     loss = class_sum(terms) + (whole[:, 0] - 1 if v is None else 0)
     derivative = p * whole - q if v is None else _pulled(p, v) * factor
     return loss, _put(derivative[:, -1:] * shares, ids, derivative[:, :-1])
-
-
-def _cells(of_ids: mx.array, left: mx.array) -> mx.array:
-    """Return values (R, K + 1) of K classes, and of the others as one more."""
-    return mx.concatenate([of_ids, left[:, None]], axis=-1)
 
 
 def _softmax(x: mx.array) -> tuple[mx.array, mx.array]:
