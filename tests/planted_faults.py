@@ -182,8 +182,8 @@ FAULTS = [
     ),
     Fault(
         "support: the wrong classes", PORTABLE + "facts.py",
-        "return outside.scatter_(1, local, False)[:, :width]",
-        "return outside.scatter_(1, local, False)[:, :width].flip(1)",
+        "return mask.scatter_(1, local, False)[:, :width]",
+        "return mask.scatter_(1, local, False)[:, :width].flip(1)",
         (ROWS, LOG_PROBS, MATRIX, "-k", "support"),
     ),
     Fault(

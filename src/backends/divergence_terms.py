@@ -10,10 +10,10 @@ common to all u of a row, enters only squared. So close distributions lose no pr
 
 from typing import Any
 
-from xent.core.call import Options
+from xent.core.call import Options, TopK, tolerance
 from xent.core.spec import Array
 
-__all__ = ["divergence_terms"]
+__all__ = ["divergence_terms", "teacher_cells"]
 
 
 def divergence_terms(
@@ -38,6 +38,20 @@ def divergence_terms(
     from_p, from_q = common + ops.clip(apart, 0, None), common - ops.clip(apart, None, 0)
     m = (1 - beta) * p + beta * q
     return beta * _gaps(ops, q, m, from_q) + (1 - beta) * _gaps(ops, p, m, from_p), from_p, 1 - beta
+
+
+def teacher_cells(
+    ops: Any, teacher: TopK, q: Array, log_q: Array, mass: Array, empty: Array
+) -> tuple[Array, Array, Array]:
+    """Return q and log q (R, K + 1) of K classes and of all others as one more cell, and the sum (R, 1) of q.
+
+    `q` and `log_q` (R, K) are those of the K classes, `mass` (R, 1) is the sum of q, and `empty` (R, 1) says whether a
+    row has no other classes.
+    """
+    left = ops.clip(1 - mass, 0, None) if teacher.tail == "bucket" else ops.zeros_like(mass)
+    # The remaining mass is only rounding if no other class can have it.
+    left = ops.where(empty & (left <= tolerance(teacher)), 0, left)
+    return ops.concatenate([q, left], -1), ops.concatenate([log_q, ops.log(left)], -1), mass + left
 
 
 def _gaps(ops: Any, w: Array, o: Array, u: Array) -> Array:

@@ -11,7 +11,8 @@ four steps:
 - **finish**: compute a row's loss, statistics and gradient coefficients from its sums. Only this step handles options.
 - **gradient**: write the gradient of a block from the row's sums and coefficients.
 
-Each language implements these steps once. If rows are always whole there is no merge:
+Each language implements these steps once, and names sums as `xent.backends.torch.contract.columns` does. If rows are
+always whole there is no merge:
 
 - NumPy: `xent.backends.reference`, whole rows, written like the formulas. All other backends are tested against it.
 - PyTorch: `xent.backends.torch.portable`, in PyTorch's own operations: fold and gradient in

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.core.call import TopK, dtype_name
-from xent.core.spec import mass_tolerance
+from xent.core.call import TopK, tolerance
 from xent.core.validate import check_top_k
 
 __all__ = ["Array", "between", "expectation", "from_top_k"]
@@ -41,9 +40,9 @@ def _centred(p: Array, quantity: Array) -> Array:
 
 def from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], excluded: Array, kind: str) -> tuple[Array, Array]:
     """Return the divergence (N,) from the K classes of each row, and its derivative (N, V)."""
-    vocabulary, dtype = log_p.shape[-1], dtype_name(teacher.log_probs)
+    vocabulary = log_p.shape[-1]
     ids, log_q = np.asarray(teacher.ids, np.int64), np.asarray(teacher.log_probs, np.float64)
-    check_top_k(ids, log_q, ~excluded.reshape(shape), teacher.tail, dtype, vocabulary)
+    check_top_k(ids, log_q, ~excluded.reshape(shape), teacher, vocabulary)
     ids, log_q = ids.reshape(len(log_p), ids.shape[-1]), log_q.reshape(len(log_p), ids.shape[-1])
     loss, derivative = np.zeros(len(log_p)), np.zeros_like(log_p)
     for row in np.flatnonzero(~excluded):
@@ -55,7 +54,7 @@ def from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], excluded: Ar
         left[chosen] = False
         mass = max(1 - q.sum(), 0.0) if teacher.tail == "bucket" else 0.0
         log_p_left = np.logaddexp.reduce(log_p[row, left], initial=-np.inf)
-        if log_p_left == -np.inf and mass <= mass_tolerance(dtype):
+        if log_p_left == -np.inf and mass <= tolerance(teacher):
             mass = 0.0  # the rest is rounding: no other class can have it
         if kind == "tv":
             apart = p[left].sum() - mass

@@ -42,12 +42,14 @@ __all__ = [
     "gathered",
     "replaced",
     "shown",
+    "tolerance",
     "vocabulary_of",
     "without_temperature",
 ]
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
+_TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3}
 
 
 class Given(NamedTuple):
@@ -359,6 +361,11 @@ def framework_of(value: object) -> str | None:
 def dtype_name(array: Array) -> str:
     """Return the name of the dtype without its framework: "float32", "bfloat16", "int64"."""
     return str(array.dtype).rpartition(".")[2]
+
+
+def tolerance(teacher: TopK) -> float:
+    """Return how far rounding may raise the sum of a teacher's probabilities above 1."""
+    return _TOLERANCES.get(dtype_name(teacher.log_probs), 1e-4)
 
 
 def describe(value: Any) -> str:

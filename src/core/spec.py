@@ -29,7 +29,6 @@ __all__ = [
     "TopKTeacher",
     "VocabParallel",
     "bounded",
-    "mass_tolerance",
 ]
 
 Array = Any
@@ -52,7 +51,6 @@ DIVERGENCE_STATS = ("entropy",)
 
 
 TAILS = ("bucket", "renormalize", "drop")
-_TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3}
 LARGEST = 1e30
 """The largest softcap or temperature that is used. A larger one would not change the result, and a quotient by it could
 be a denormal float32 number, which devices may flush to 0; 0 / 0 is NaN."""
@@ -61,11 +59,6 @@ be a denormal float32 number, which devices may flush to 0; 0 / 0 is NaN."""
 def bounded(value: Scalar) -> Scalar:
     """Return a softcap or temperature, at most `LARGEST` if it is a number."""
     return min(value, LARGEST) if isinstance(value, (int, float)) else value
-
-
-def mass_tolerance(dtype: str) -> float:
-    """Return how far the sum of probabilities may exceed 1 by rounding, for log-probabilities of that dtype."""
-    return _TOLERANCES.get(dtype, 1e-4)
 
 
 class BackendError(RuntimeError):

@@ -17,22 +17,15 @@ from xent.core.call import (
     INTEGER_DTYPES,
     Shards,
     Source,
+    TopK,
     describe,
     dtype_name,
     framework_of,
     shown,
+    tolerance,
     vocabulary_of,
 )
-from xent.core.spec import (
-    DIVERGENCES,
-    REDUCTIONS,
-    STAT_NAMES,
-    TAILS,
-    Scalar,
-    VocabParallel,
-    bounded,
-    mass_tolerance,
-)
+from xent.core.spec import DIVERGENCES, REDUCTIONS, STAT_NAMES, TAILS, Array, Scalar, VocabParallel, bounded
 
 __all__ = [
     "PLAIN",
@@ -45,7 +38,10 @@ __all__ = [
     "check_targets",
     "check_temperature",
     "check_top_k",
+    "invalid_top_k",
     "number_of",
+    "outside",
+    "repeats",
     "shards_of",
 ]
 
@@ -266,7 +262,7 @@ def shards_of(framework: str, vocab_parallel: object) -> Shards:
 
 def check_targets(ids: _Numpy, vocabulary: int, ignore_index: int, shift: int) -> None:
     """Raise IndexError for the first invalid target. Rows do not use the first `shift` ones of the last axis."""
-    place = _first(((ids < 0) | (ids >= vocabulary)) & (ids != ignore_index), shift)
+    place = _first(outside(ids, vocabulary) & (ids != ignore_index), shift)
     if place is not None:
         raise IndexError(
             f"target{place or ''} is {ids[tuple(place)]}; classes are 0 to {vocabulary - 1}, or "
@@ -294,7 +290,7 @@ def check_support(classes: _Numpy, begin: _Numpy, end: _Numpy, vocabulary: int) 
             f"support.offsets must be non-decreasing from 0 to {len(classes)}, the number of ids; got {first} to {last}"
             + (" and a decrease between" if (sizes < 0).any() else "")
         )
-    place = _first((classes < 0) | (classes >= vocabulary), 0)
+    place = _first(outside(classes, vocabulary), 0)
     if place is not None:
         raise IndexError(f"support.ids{place} is {classes[place[0]]}; classes are 0 to {vocabulary - 1}")
     entries, counts = np.unique(np.repeat(np.arange(len(sizes)), sizes) * vocabulary + classes, return_counts=True)
@@ -306,37 +302,51 @@ def check_support(classes: _Numpy, begin: _Numpy, end: _Numpy, vocabulary: int) 
 def check_subset(ids: _Numpy, source: Source) -> None:
     """Raise IndexError or ValueError for ids that are no classes of the teacher or repeat."""
     size = vocabulary_of(source)
-    outside = np.flatnonzero((ids < 0) | (ids >= size))
-    if outside.size:
-        place = outside[0]
-        raise IndexError(f"teacher.ids[{place}] is {ids[place]}; the teacher's classes are 0 to {size - 1}")
+    place = _first(outside(ids, size), 0)
+    if place is not None:
+        raise IndexError(f"teacher.ids{place} is {ids[place[0]]}; the teacher's classes are 0 to {size - 1}")
     ordered = np.sort(ids)
     again = np.flatnonzero(ordered[1:] == ordered[:-1])
     if again.size:
         raise ValueError(f"teacher.ids of a xent.Subset must hold a class at most once, got {ordered[again[0]]} again")
 
 
-def check_top_k(ids: _Numpy, log_probs: _Numpy, used: _Numpy, tail: str, dtype: str, vocabulary: int) -> None:
-    """Raise for the first invalid row of a top-k teacher that is `used` (...); `dtype` is that of `log_probs`."""
-    known = log_probs != -np.inf
-    outside = known & ((ids < 0) | (ids >= vocabulary))
-    # Padding entries get distinct negative numbers.
-    ordered = np.sort(np.where(known, ids, -1 - np.arange(ids.shape[-1])), -1)
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    mass = np.exp(log_probs).sum(-1)
-    heavy, empty = ~(mass <= 1 + mass_tolerance(dtype)), (mass == 0) & (tail == "renormalize")
-    place = _first((outside.any(-1) | repeated | heavy | empty) & np.asarray(used, bool), 0)
+def check_top_k(ids: _Numpy, log_probs: _Numpy, used: _Numpy, teacher: TopK, vocabulary: int) -> None:
+    """Raise for the first invalid row of a top-k teacher that is `used` (...)."""
+    padding = log_probs == -np.inf
+    wrong = outside(ids, vocabulary) & ~padding
+    classes = np.where(padding, -1 - np.arange(ids.shape[-1]), np.where(wrong, vocabulary, ids))
+    ordered, mass = np.sort(classes, -1), np.exp(log_probs).sum(-1)
+    place = _first(invalid_top_k(ordered, mass, teacher, vocabulary) & np.asarray(used, bool), 0)
     if place is None:
         return
     row, name = tuple(place), f"of row {place}"
-    if outside[row].any():
-        invalid = ids[row][outside[row]][0]
-        raise IndexError(f"teacher.ids {name} holds {invalid}; classes are 0 to {vocabulary - 1}")
-    if repeated[row]:
+    if wrong[row].any():
+        raise IndexError(f"teacher.ids {name} holds {ids[row][wrong[row]][0]}; classes are 0 to {vocabulary - 1}")
+    if repeats(ordered[row]):
         raise ValueError(f"teacher.ids {name} holds a class more than once")
-    if heavy[row]:
-        raise ValueError(f"teacher.log_probs {name} have a mass of {mass[row]:.6g}, more than 1 by more than rounding")
-    raise ValueError(f"teacher.log_probs {name} have no mass that could be renormalised")
+    if mass[row] == 0:
+        raise ValueError(f"teacher.log_probs {name} have no mass that could be renormalised")
+    raise ValueError(f"teacher.log_probs {name} have a mass of {mass[row]:.6g}, more than 1 by more than rounding")
+
+
+def outside(ids: Array, size: int) -> Array:
+    """Return which ids are no classes. This and the next two functions take arrays of every framework."""
+    return (ids < 0) | (ids >= size)
+
+
+def repeats(ordered: Array) -> Array:
+    """Return whether sorted ids (..., K) hold one more than once, (...)."""
+    return (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+
+
+def invalid_top_k(ordered: Array, mass: Array, teacher: TopK, vocabulary: int) -> Array:
+    """Return which rows (...) of a top-k teacher are invalid, whose probabilities have the sums `mass` (...).
+
+    `ordered` (..., K) are the sorted ids, V in place of one that is no class, and distinct negative numbers as padding.
+    """
+    wrong = (ordered[..., -1] == vocabulary) | repeats(ordered) | ~(mass <= 1 + tolerance(teacher))
+    return wrong | (mass == 0) if teacher.tail == "renormalize" else wrong
 
 
 def _first(wrong: _Numpy, shift: int) -> list[int] | None:

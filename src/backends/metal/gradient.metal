@@ -23,7 +23,7 @@ inline Slopes slopes_of(
   slopes.log_sum = log_sum;
   slopes.scale = scale;
   slopes.beta = slopes.given = 0.0f;
-  float others = K::target ? numbers.spread * numbers.weights : sums.shares;
+  float others = K::target ? numbers.spread * numbers.weights : sums.mass;
   if (numbers.z_loss != 0.0f) others += 2.0f * numbers.z_loss * (peak + log_sum);
   float log_p = (target.x - peak) - log_sum, p = exact_exp(log_p);
   slopes.alpha = scale * (K::target ? target.share + others : others);
@@ -45,18 +45,18 @@ inline void differentiate(thread float (&z)[N], uint first, Slopes slopes, F fac
   uint y = facts.target.y;
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
-    float slope, rest = 0.0f;
+    float slope, share = 0.0f;
     float x = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
     float log_p = (x - slopes.peak) - slopes.log_sum;
     float p = exponential<typename K::T>(log_p);
     float factor = slopes.alpha;
     if constexpr (K::upstream) factor = p == 0.0f ? 0.0f : metal::fma(slopes.beta, log_p, factor);
-    if constexpr (K::shares) {
+    if constexpr (K::mass) {
       float given;
-      rest = slopes.scale * share_of<K>(facts, first + i, given);
-      if constexpr (K::upstream) rest += slopes.given * given;
+      share = slopes.scale * share_of<K>(facts, first + i, given);
+      if constexpr (K::upstream) share += slopes.given * given;
     }
-    z[i] = metal::fma(factor, p, -rest) * slope;
+    z[i] = metal::fma(factor, p, -share) * slope;
   }
   if (K::target && y - first < N) {
     XENT_UNROLL

@@ -22,11 +22,11 @@ struct Kind {
   static constexpr constant bool weighted = WEIGHTED;
   static constexpr constant bool smoothed = SMOOTHED;
   static constexpr constant bool capped = CAPPED;
-  // The sums that the kernel needs besides the total.
+  // The sums that the kernel needs besides `rest`.
   static constexpr constant bool mixed = ENTROPY;
-  static constexpr constant bool shares = SMOOTHED || !TARGET;
+  static constexpr constant bool mass = SMOOTHED || !TARGET;
   static constexpr constant bool given = NLL && !TARGET;
-  static constexpr constant bool best = PREDICTIONS;
+  static constexpr constant bool key = PREDICTIONS;
   static constexpr constant bool squares = SQUARES;
   static constexpr constant bool level = LEVEL;
   static constexpr constant bool upstream = UPSTREAM;
@@ -72,7 +72,7 @@ inline float share_of(F facts, uint column, thread float& given) {
     given = static_cast<float>(facts.probabilities[column]);
     share = facts.numbers.keep * given + facts.numbers.spread;
   }
-  if constexpr (K::weighted && K::shares) share *= facts.class_weight[column];
+  if constexpr (K::weighted && K::mass) share *= facts.class_weight[column];
   return share;
 }
 
@@ -83,7 +83,7 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
   uint y = facts.target.y;
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
-    if constexpr (K::best) consider(sums, order(z[i], numbers.logit_scale), first + i);
+    if constexpr (K::key) consider(sums, order(z[i], numbers.logit_scale), first + i);
     float slope;
     z[i] = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
     if constexpr (K::level) sums.level += z[i];
@@ -100,7 +100,7 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     float share = 0.0f, given = 0.0f;
-    if constexpr (K::shares) {
+    if constexpr (K::mass) {
       share = share_of<K>(facts, first + i, given);
       if (K::target && first + i == y) share = 0.0f;
     }
@@ -142,7 +142,7 @@ inline Sums read_row(const device typename K::T* logits, thread uint4 (&held)[HE
 }
 
 // The results of a row, which one thread writes.
-struct Found {
+struct Results {
   float log_sum;
   float loss;  // before the row's weight
   float nll;
@@ -152,33 +152,33 @@ struct Found {
 
 // Add the target to the sums of all other classes, and compute the row's results.
 template <typename K>
-inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
-  Found found;
+inline Results finish(thread Sums& sums, Target target, Numbers numbers) {
+  Results results;
   if constexpr (!K::target) {
-    found.log_sum = exact_log(sums.total);
-    found.loss = sums.below + sums.shares * found.log_sum;
-    found.nll = sums.given_below + sums.given * found.log_sum;
-    found.entropy = found.log_sum + sums.mixed / sums.total;
-    found.log_sum_sq_probs = exact_log(sums.squares) - 2.0f * found.log_sum;
+    results.log_sum = exact_log(sums.rest);
+    results.loss = sums.cost + sums.mass * results.log_sum;
+    results.nll = sums.surprise + sums.given * results.log_sum;
+    results.entropy = results.log_sum - sums.mixed / sums.rest;
+    results.log_sum_sq_probs = exact_log(sums.squares) - 2.0f * results.log_sum;
   } else {
     if (target.x > sums.peak) raise<K>(sums, target.x);
     float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
     float power = exact_exp(target.x - shift);
-    found.log_sum = target.x == sums.peak ? log1p(sums.total) : exact_log(sums.total + power);
-    float log_p = (target.x - sums.peak) - found.log_sum;
-    found.loss = -times(target.share, log_p);
+    results.log_sum = target.x == sums.peak ? log1p(sums.rest) : exact_log(sums.rest + power);
+    float log_p = (target.x - sums.peak) - results.log_sum;
+    results.loss = -times(target.share, log_p);
     if constexpr (K::smoothed) {
-      found.loss += (sums.shares + target.spread) * found.log_sum + sums.below;
-      found.loss += times(target.spread, shift - target.x);
+      results.loss += (sums.mass + target.spread) * results.log_sum + sums.cost;
+      results.loss += times(target.spread, shift - target.x);
     }
-    found.nll = -log_p;
-    found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * exact_exp(-found.log_sum);
+    results.nll = -log_p;
+    results.entropy = results.log_sum - (sums.mixed + times(power, target.x - shift)) * exact_exp(-results.log_sum);
     float log_squares = target.x == sums.peak ? log1p(sums.squares) : exact_log(sums.squares + power * power);
-    found.log_sum_sq_probs = log_squares - 2.0f * found.log_sum;
+    results.log_sum_sq_probs = log_squares - 2.0f * results.log_sum;
   }
-  float lse = sums.peak + found.log_sum;
-  if (numbers.z_loss != 0.0f) found.loss += numbers.z_loss * lse * lse;
-  return found;
+  float lse = sums.peak + results.log_sum;
+  if (numbers.z_loss != 0.0f) results.loss += numbers.z_loss * lse * lse;
+  return results;
 }
 
 }  // namespace xent

@@ -65,7 +65,7 @@ if (!KNOWN) {
 } else if (!TARGET) {
   for (uint column = thread_index; column < V; column += threads) {
     float q;
-    sums.shares += xent::share_of<K>(facts, column, q);
+    sums.mass += xent::share_of<K>(facts, column, q);
     sums.given += q;
   }
 }
@@ -79,19 +79,19 @@ if (KNOWN) {
   peak = known[2 * row];
   log_sum = known[2 * row + 1];
 } else {
-  xent::Found found = xent::finish<K>(sums, facts.target, facts.numbers);
+  xent::Results results = xent::finish<K>(sums, facts.target, facts.numbers);
   peak = sums.peak;
-  log_sum = found.log_sum;
+  log_sum = results.log_sum;
   if (thread_index == 0) {
-    loss[row] = excluded[row] ? 0.0f : weight[row] * found.loss;
+    loss[row] = excluded[row] ? 0.0f : weight[row] * results.loss;
     if (NORM) {
       norm[2 * row] = peak;
       norm[2 * row + 1] = log_sum;
     }
-    if (NLL) nll[row] = found.nll;
-    if (ENTROPY) entropy[row] = found.entropy;
-    if (PREDICTIONS) predictions[row] = static_cast<int>(sums.at);
-    if (LOG_SUM_SQ_PROBS) log_sum_sq_probs[row] = found.log_sum_sq_probs;
+    if (NLL) nll[row] = results.nll;
+    if (ENTROPY) entropy[row] = results.entropy;
+    if (PREDICTIONS) predictions[row] = static_cast<int>(sums.place);
+    if (LOG_SUM_SQ_PROBS) log_sum_sq_probs[row] = results.log_sum_sq_probs;
     if (MEAN_LOGIT) mean_logit[row] = sums.level / static_cast<float>(V);
   }
 }

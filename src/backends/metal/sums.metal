@@ -1,37 +1,40 @@
 // The sums over a row's logits from which its loss is computed, in one read.
 //
-// With m the largest x so far, sums relative to m are::
+// They have the names of `xent.backends.torch.contract`. With m the largest x so far, and a target index left out of all
+// but `level` and `key`::
 //
-//     total = sum_c exp(x_c - m)                log p_c = (x_c - m) - log total
-//     mixed = sum_c exp(x_c - m) (m - x_c)      entropy = log total + mixed / total
-//     below = sum_c share_c (m - x_c)           sum_c share_c (-log p_c) = below + log total sum_c share_c
-//     squares = sum_c exp(2 (x_c - m))          log sum_c p_c^2 = log squares - 2 log total
-//     level = sum_c x_c, with the target
+//     rest = sum_c exp(x_c - m)                 log p_c = (x_c - m) - log rest
+//     mixed = sum_c exp(x_c - m) (x_c - m)      entropy = log rest - mixed / rest
+//     cost = sum_c share_c (m - x_c)            sum_c share_c (-log p_c) = cost + mass log rest
+//     surprise = sum_c q_c (m - x_c)            sum_c q_c (-log p_c) = surprise + given log rest
+//     squares = sum_c exp(2 (x_c - m))          log sum_c p_c^2 = log squares - 2 log rest
+//     level = sum_c x_c
 //
-// All other terms are positive, so nothing cancels. When m grows, the difference is added to each m - x_c.
+// All terms of a sum but `level` have one sign, so nothing cancels. When m grows, the difference is added to each
+// m - x_c.
 
 namespace xent {
 
 struct Sums {
-  float peak;         // m
-  float total;
+  float peak;      // m
+  float rest;
   float mixed;
-  float shares;       // sum_c share_c
-  float below;
-  float given;        // `shares` and `below` with the caller's class probabilities, without smoothing and class weights
-  float given_below;
+  float mass;      // sum_c share_c
+  float cost;
+  float given;     // sum_c q_c
+  float surprise;
   float squares;
   float level;
-  float best;         // the largest logit by `order`, and the lowest of its columns
-  uint at;
+  float key;       // the largest logit by `order`, and the lowest of its columns
+  uint place;
 };
 
 inline Sums no_sums() {
   Sums sums;
-  sums.peak = sums.best = -INFINITY;
-  sums.total = sums.mixed = sums.shares = sums.below = sums.given = sums.given_below = 0.0f;
+  sums.peak = sums.key = -INFINITY;
+  sums.rest = sums.mixed = sums.mass = sums.cost = sums.given = sums.surprise = 0.0f;
   sums.squares = sums.level = 0.0f;
-  sums.at = 0xFFFFFFFF;
+  sums.place = 0xFFFFFFFF;
   return sums;
 }
 
@@ -41,11 +44,11 @@ inline void raise(thread Sums& sums, float peak) {
   if (sums.peak != -INFINITY) {
     float growth = peak - sums.peak;
     float shrink = exact_exp(-growth);
-    if constexpr (K::mixed) sums.mixed = shrink * (sums.mixed + growth * sums.total);
-    if constexpr (K::shares) sums.below += times(sums.shares, growth);
-    if constexpr (K::given) sums.given_below += times(sums.given, growth);
+    if constexpr (K::mixed) sums.mixed = shrink * (sums.mixed - growth * sums.rest);
+    if constexpr (K::mass) sums.cost += times(sums.mass, growth);
+    if constexpr (K::given) sums.surprise += times(sums.given, growth);
     if constexpr (K::squares) sums.squares *= shrink * shrink;
-    sums.total *= shrink;
+    sums.rest *= shrink;
   }
   sums.peak = peak;
 }
@@ -54,23 +57,23 @@ inline void raise(thread Sums& sums, float peak) {
 template <typename K>
 inline void add(thread Sums& sums, float shift, float x, float share, float given) {
   float power = exponential<typename K::T>(x - shift);
-  sums.total += power;
-  if constexpr (K::mixed) sums.mixed += times(power, shift - x);
+  sums.rest += power;
+  if constexpr (K::mixed) sums.mixed += times(power, x - shift);
   if constexpr (K::squares) sums.squares += power * power;
-  if constexpr (K::shares) {
-    sums.shares += share;
-    sums.below += times(share, shift - x);
+  if constexpr (K::mass) {
+    sums.mass += share;
+    sums.cost += times(share, shift - x);
   }
   if constexpr (K::given) {
     sums.given += given;
-    sums.given_below += times(given, shift - x);
+    sums.surprise += times(given, shift - x);
   }
 }
 
 inline void consider(thread Sums& sums, float key, uint column) {
-  if (key > sums.best || (key == sums.best && column < sums.at)) {
-    sums.best = key;
-    sums.at = column;
+  if (key > sums.key || (key == sums.key && column < sums.place)) {
+    sums.key = key;
+    sums.place = column;
   }
 }
 
@@ -78,22 +81,22 @@ inline void consider(thread Sums& sums, float key, uint column) {
 template <typename K>
 inline void join_lanes(thread Sums& sums) {
   raise<K>(sums, metal::simd_max(sums.peak));
-  sums.total = metal::simd_sum(sums.total);
+  sums.rest = metal::simd_sum(sums.rest);
   if constexpr (K::mixed) sums.mixed = metal::simd_sum(sums.mixed);
-  if constexpr (K::shares) {
-    sums.shares = metal::simd_sum(sums.shares);
-    sums.below = metal::simd_sum(sums.below);
+  if constexpr (K::mass) {
+    sums.mass = metal::simd_sum(sums.mass);
+    sums.cost = metal::simd_sum(sums.cost);
   }
   if constexpr (K::given) {
     sums.given = metal::simd_sum(sums.given);
-    sums.given_below = metal::simd_sum(sums.given_below);
+    sums.surprise = metal::simd_sum(sums.surprise);
   }
   if constexpr (K::squares) sums.squares = metal::simd_sum(sums.squares);
   if constexpr (K::level) sums.level = metal::simd_sum(sums.level);
-  if constexpr (K::best) {
-    float best = metal::simd_max(sums.best);
-    sums.at = metal::simd_min(sums.best == best ? sums.at : 0xFFFFFFFF);
-    sums.best = best;
+  if constexpr (K::key) {
+    float largest = metal::simd_max(sums.key);
+    sums.place = metal::simd_min(sums.key == largest ? sums.place : 0xFFFFFFFF);
+    sums.key = largest;
   }
 }
 

@@ -1,19 +1,19 @@
 """A block of rows: sums over their classes, and their gradient, in MLX's own operations.
 
-`fold` computes the sums. `xent.backends.mlx.kernels.finish` computes losses and coefficients from them, and `gradient`
-computes, from the coefficients::
+`fold` computes the sums, from which `xent.backends.mlx.kernels` computes losses and coefficients. `gradient` computes,
+from the coefficients::
 
     p     = softmax(x)     one operation, the only pass with exponentials
-    dL/dz = [ p_c (alpha + beta log p_c) - gamma t_c - delta w_c ] dx/dz
+    dL/dz = [ p_c (alpha + beta log p_c) - gamma [c==y] - r w'_c - n q_c ] dx/dz
     dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without;   the coefficients include s
 
-For a class index, the target's element p_y alpha - gamma is computed as gamma (p_y - 1) + (alpha - gamma) p_y.
+For a class index, the target's element p_y alpha - gamma is computed as gamma (p_y - 1) + excess p_y.
 
 `FusedBlock` is faster for class indices on a GPU. It uses `mlx.core.fast.cross_entropy`, which returns the loss
 b = lse - x_y; its gradient for an upstream gradient alpha is alpha (p - [c==y]). So::
 
     lse   = b + x_y
-    dL/dx = alpha (p - [c==y]) + (alpha - gamma) [c==y] - delta w_c
+    dL/dx = alpha (p - [c==y]) + excess [c==y] - r w'_c
 
 If the target's logit is also given before rounding, b and the target's p are corrected for the difference.
 """
@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, device_type, exp, expm1, has_fused_loss, product
 from xent.backends.mlx.kernels import Coefficients, Facts, Sums, coefficients, ordered
+from xent.core.spec import Scalar
 
 __all__ = ["Block", "FusedBlock", "fuses", "needs_memory", "ranks"]
 
@@ -57,19 +58,27 @@ class Block:
             if "nll" in upstream:
                 upstream["nll"] = mx.where(outside, 0, upstream["nll"])
             self.facts = replace(facts, scale=mx.where(outside, 0, facts.scale), upstream=upstream)
-        self._target_probs = None if facts.probabilities is None else facts.probabilities.astype(self.acc)
-        self._shares = self._target_probs
-        if self._target_probs is not None and facts.class_weight is not None:
-            self._shares = self._target_probs * facts.class_weight
-        self.total = 1 if self._shares is None else class_sum(self._shares)
-        """sum_c t_c."""
+        self._q: Scalar = None if facts.probabilities is None else facts.probabilities.astype(self.acc)
+        self._shares: Scalar = self._q
+        """w': (R, V), (V,) or 0-d."""
+        self._mass: Scalar = None
+        self._given: Scalar = None
+        if facts.smooths:
+            spread = facts.number("spread")
+            self._shares = spread if self._q is None else (1 - facts.number("label_smoothing")) * self._q + spread
+            self._mass = spread * facts.number("total_weight")
+        if self._shares is not None and facts.class_weight is not None:
+            self._shares = self._shares * facts.class_weight
+        if self._q is not None and self._shares is not None:
+            self._given = class_sum(self._q)
+            self._mass = self._given if self._shares is self._q else class_sum(self._shares)
         self._p: mx.array | None = None
         self._sum_of_p: mx.array | None = None
         """The sum (R,) of MLX's softmax, if its difference from 1 matters; otherwise None."""
 
     def fold(self, requested: Collection[str]) -> Sums:
         """Return the sums of the rows."""
-        facts, largest, classes, statistics = self.facts, self._largest(), None, dict[str, mx.array]()
+        largest, cost, statistics = self._largest(), None, dict[str, mx.array]()
         peak = self._finite(largest)
         below = peak[:, None] - self.x
         self._p, log_sum = self._softmax(peak)
@@ -78,19 +87,16 @@ class Block:
             p = self._with_target(p, exp(-(self._below_target(peak) + log_sum)))
         elif self._sum_of_p is not None:
             p = p / self._sum_of_p[:, None]
-        if self._shares is None:
-            target = self._below_target(peak) + log_sum
+        if self._shares is not None:
+            by_class = self._shares.ndim > 0
+            cost = class_sum(product(self._shares, below)) if by_class else product(self._shares, class_sum(below))
+        if self._q is None:
+            nll = self._below_target(peak) + log_sum
         else:
-            target = class_sum(product(self._shares, below)) + self.total * log_sum
+            surprise: Scalar = cost if self._shares is self._q else class_sum(product(self._q, below))
+            nll = surprise + self._given * log_sum
         if "nll" in requested:
-            statistics["nll"] = target
-            if self._target_probs is not None and self._target_probs is not self._shares:
-                statistics["nll"] = (
-                    class_sum(product(self._target_probs, below)) + class_sum(self._target_probs) * log_sum
-                )
-        if facts.smooths:
-            weighted = below if facts.class_weight is None else product(facts.class_weight, below)
-            classes = class_sum(weighted) + facts.number("total_weight") * log_sum
+            statistics["nll"] = nll
         if "entropy" in requested:
             statistics["entropy"] = class_sum(product(p, below)) + log_sum
         if "predictions" in requested:
@@ -101,31 +107,26 @@ class Block:
             statistics["log_sum_sq_probs"] = mx.log(class_sum(mx.square(p)))
         if "mean_logit" in requested:
             statistics["mean_logit"] = self._mean()
-        return Sums(largest, log_sum, target, classes, statistics)
+        return Sums(largest, log_sum, nll, cost, self._mass, statistics)
 
-    def gradient(self, coefs: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
+    def _coefficients(self, lse: mx.array | None) -> Coefficients:
+        return coefficients(self.facts, lse, self._mass, self._given)
+
+    def gradient(self, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
-        peak = self._finite(peak)
+        coefs, peak = self._coefficients(peak + log_sum), self._finite(peak)
         log_p = (self.x - peak[:, None]) - log_sum[:, None]  # MLX computes it only if it is needed
         p = exp(log_p) if self._p is None else self._p
-        if (
-            self._shares is None
-            and coefs.rest is None
-            and coefs.beta is None
-            and not self.apart
-            and self._p is not None
-        ):
+        if self._q is coefs.excess is coefs.beta is None and not self.apart and self._p is not None:
             # If p_y is near 1 the whole gradient is small: subtract 1 before any product is rounded. In one array.
             less = p.at[mx.arange(len(p)), self.facts.target].add(-1)
-            return self._finished(less * coefs.gamma[:, None], coefs.delta)
+            return self._finished(less * coefs.gamma[:, None], coefs)
         grad = p * coefs.alpha[:, None]
         if coefs.beta is not None:
             grad = grad + product(p, coefs.beta[:, None] * log_p)
-        if self._shares is not None:
-            grad = grad - coefs.gamma[:, None] * self._shares
-        else:
+        if self._q is None:
             grad = self._with_target(grad, self._bracket(coefs, peak, log_sum))
-        return self._finished(grad, coefs.delta)
+        return self._finished(grad, coefs)
 
     def target_gradient(self, norm: mx.array) -> mx.array:
         """Return the gradient with respect to class probabilities, in which the loss is linear.
@@ -176,11 +177,12 @@ class Block:
             return class_sum(x) / float(x.shape[-1])
         return class_sum(mx.where((ids < 0) & (x == -mx.inf), 0, x)) / mx.maximum((ids >= 0).sum(-1), 1)
 
-    def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
-        """Return the gradient with respect to z, 0 in excluded rows, from that with respect to x without delta."""
-        if delta is not None:
-            weight = self.facts.class_weight
-            grad = grad - (delta[:, None] if weight is None else delta[:, None] * weight)
+    def _finished(self, grad: mx.array, coefs: Coefficients) -> mx.array:
+        """Return the gradient with respect to z, 0 in excluded rows, from that with respect to x without shares."""
+        if self._shares is not None:
+            grad = grad - coefs.share[:, None] * self._shares
+        if coefs.given is not None:
+            grad = grad - coefs.given[:, None] * self._q
         if self._slope is not None:
             grad = grad * self._slope
         if self.facts.sets is not None:
@@ -190,12 +192,12 @@ class Block:
         return grad.astype(self.z.dtype)
 
     def _bracket(self, coefs: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
-        """Return the target's element of the gradient (R,), without the delta term."""
+        """Return the target's element of the gradient (R,), without shares."""
         log_p = -(self._below_target(peak) + log_sum)
         p = exp(log_p)
-        bracket = coefs.gamma * expm1(log_p)
-        if coefs.rest is not None:
-            bracket = bracket + product(coefs.rest, p)
+        bracket: mx.array = coefs.gamma * expm1(log_p)
+        if coefs.excess is not None:
+            bracket = bracket + product(coefs.excess, p)
         return bracket if coefs.beta is None else bracket + product(p, coefs.beta * log_p)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
@@ -263,7 +265,7 @@ class FusedBlock(Block):
         """Return the sums of the rows. If alpha is known before, the gradient is computed in the same pass."""
         self.apart = False
         if "grad" in requested and not self.facts.squares:
-            self._rounded = self._pass(coefficients(self.facts, None))[0]
+            self._rounded = self._pass(self._coefficients(None))[0]
         else:
             self._rounded = self._loss(self.x)
         return super().fold(requested)
@@ -279,16 +281,17 @@ class FusedBlock(Block):
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
         return mx.exp(self.x - peak[:, None]), mx.zeros_like(peak)
 
-    def gradient(self, coefs: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
+    def gradient(self, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
+        coefs = self._coefficients(peak + log_sum)
         rounded, grad = self._pass(coefs)
-        more = coefs.rest
+        more = coefs.excess
         if self.facts.target_logits is not None and not needs_memory(self.facts):
             taken = coefs.alpha * (mx.expm1(-self._exact(rounded)) - mx.expm1(-rounded))
             more = taken if more is None else taken + more
         if more is not None:
             grad = grad.at[mx.arange(len(grad)), self.facts.target].add(more.astype(grad.dtype))
-        return self._finished(grad, coefs.delta)
+        return self._finished(grad, coefs)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         return super()._activations() if needs_memory(self.facts) else (self.z, None)

@@ -7,11 +7,10 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
-from xent.backends.divergence_terms import divergence_terms
+from xent.backends.divergence_terms import divergence_terms, teacher_cells
 from xent.backends.mlx.devices import class_sum, exact_exp
 from xent.backends.mlx.kernels import Facts, Results, activate
-from xent.core.call import Dense, Given, Options, TopK, array_of, dtype_name
-from xent.core.spec import mass_tolerance
+from xent.core.call import Dense, Given, Options, TopK, array_of
 
 __all__ = ["backward", "forward"]
 
@@ -58,37 +57,30 @@ def _from_top_k(
 ) -> tuple[mx.array, mx.array]:
     """Return the divergence (R,) from K classes of each row, and its derivative (R, V). Entries with id V are none."""
     vocabulary, tail = x.shape[-1], teacher.tail
-    known = (log_q != -mx.inf) & (ids < vocabulary)
+    known = ids < vocabulary
     log_p, p = _softmax(x)
     if tail == "renormalize":
         log_q = _softmax(log_q)[0]
-    q = mx.where(known, exact_exp(log_q), 0)
-    mass, safe = class_sum(q), mx.minimum(ids, vocabulary - 1)
+    q = exact_exp(log_q)
+    mass, safe = class_sum(q)[:, None], mx.minimum(ids, vocabulary - 1)
     log_p_k, p_k = (mx.take_along_axis(array, safe, -1) for array in (log_p, p))
     if tail != "bucket" and options.kind == "kl":
         loss = mx.where(known, q * (log_q - log_p_k), 0).sum(-1)
-        return loss, _put(p * mass[:, None], ids, p_k * mass[:, None] - q)
+        return loss, _put(p * mass, ids, p_k * mass - q)
     # All other classes are one more cell. Their shares of it do not depend on the teacher.
     others = _put(x, ids, mx.full(ids.shape, -mx.inf, x.dtype))
-    empty = mx.max(others, axis=-1) == -mx.inf
-    others = mx.where(empty[:, None], 0, others)
-    log_shares, shares = _softmax(others)
-    log_sum_left, log_sum = others.max(-1) - log_shares.max(-1), x.max(-1) - log_p.max(-1)
-    log_p_left = mx.where(empty, -mx.inf, log_sum_left - log_sum)
-    left = mx.maximum(1 - mass, 0) if tail == "bucket" else mx.zeros_like(mass)
-    # The remaining mass is only rounding if no other class can have it.
-    left = mx.where(empty & (left <= mass_tolerance(dtype_name(teacher.log_probs))), 0, left)
-    p, q, whole = _cells(mx.where(known, p_k, 0), exact_exp(log_p_left)), _cells(q, left), mass + left
-    log_p, log_q = _cells(log_p_k, log_p_left), _cells(log_q, mx.log(left))
+    largest = others.max(-1, keepdims=True)
+    empty = largest == -mx.inf
+    log_shares, shares = _softmax(mx.where(empty, 0, others))
+    log_sum_others = largest - log_shares.max(-1, keepdims=True)
+    log_p_others = log_sum_others - (x.max(-1) - log_p.max(-1))[:, None]
+    q, log_q, whole = teacher_cells(mx, teacher, q, log_q, mass, empty)
+    p = mx.concatenate([mx.where(known, p_k, 0), exact_exp(log_p_others)], -1)
+    log_p = mx.concatenate([log_p_k, log_p_others], -1)
     terms, v, factor = divergence_terms(mx, options, p, q, log_p, log_q)
-    loss = class_sum(terms) + (whole - 1 if v is None else 0)
-    derivative = p * whole[:, None] - q if v is None else _pulled(p, v) * factor
+    loss = class_sum(terms) + (whole[:, 0] - 1 if v is None else 0)
+    derivative = p * whole - q if v is None else _pulled(p, v) * factor
     return loss, _put(derivative[:, -1:] * shares, ids, derivative[:, :-1])
-
-
-def _cells(of_ids: mx.array, left: mx.array) -> mx.array:
-    """Return values (R, K + 1) of K classes, and of the others as one more."""
-    return mx.concatenate([of_ids, left[:, None]], axis=-1)
 
 
 def _softmax(x: mx.array) -> tuple[mx.array, mx.array]:

@@ -27,12 +27,20 @@ from xent.core.call import (
     Source,
     TopK,
     array_of,
-    dtype_name,
     gathered,
     vocabulary_of,
 )
-from xent.core.spec import LARGEST, Scalar, mass_tolerance
-from xent.core.validate import check_subset, check_support, check_targets, check_temperature, check_top_k
+from xent.core.spec import LARGEST, Scalar
+from xent.core.validate import (
+    check_subset,
+    check_support,
+    check_targets,
+    check_temperature,
+    check_top_k,
+    invalid_top_k,
+    outside,
+    repeats,
+)
 
 __all__ = ["aligned", "gather_facts"]
 
@@ -60,7 +68,7 @@ def _restricted(target: Dense) -> Dense:
     ids = target.ids.astype(mx.int64)
     _check(check_subset, [ids], target.source)
     ordered, places = mx.sort(ids), mx.clip(ids, 0, max(vocabulary_of(target.source) - 1, 0))
-    wrong = (ids != places).any() | (ordered[1:] == ordered[:-1]).any()
+    wrong = (ids != places).any() | repeats(ordered)
     source: Any = gathered(target.source, places)
     name = "logits" if isinstance(source, Given) else "input"
     array = getattr(source, name)
@@ -108,7 +116,7 @@ def gather_facts(call: Call) -> Facts:
         _check(check_targets, [target.ids], vocabulary, options.ignore_index, min(shifts))
         ids = each(target.ids.astype(mx.int64), options.ignore_index)
         ignored = ids == mx.array(options.ignore_index, dtype=mx.int64)
-        invalid = ((ids < 0) | (ids >= vocabulary)) & ~ignored
+        invalid = outside(ids, vocabulary) & ~ignored
         fields["target"] = mx.where(ignored | invalid, 0, ids).astype(mx.int32)
         if isinstance(target, Allowed):
             target, broken = _support(target, shape, vocabulary, each)
@@ -124,7 +132,7 @@ def gather_facts(call: Call) -> Facts:
         ignored = weight == 0
     if isinstance(target, TopK):
         used = mx.ones(rows, mx.bool_) if weight is None else weight.reshape(rows) != 0
-        _check(check_top_k, [*target[:2], used], target.tail, dtype_name(target.log_probs), vocabulary)
+        _check(check_top_k, [*target[:2], used], target, vocabulary)
         fields |= _known(target, vocabulary, acc)
         invalid = fields.pop("wrong") & ~ignored
     if activation.temperature is not None:
@@ -202,12 +210,12 @@ def _support(target: Allowed, shape: tuple[int, ...], vocabulary: int, each: _Ea
     _check(check_support, [target.classes, offsets[:-1], offsets[1:]], vocabulary)
     entry_count = len(target.classes)
     classes = target.classes.astype(mx.int64) if entry_count else mx.zeros((1,), mx.int64)
-    outside = mx.pad(mx.cumsum((classes < 0) | (classes >= vocabulary)).astype(mx.int32), (1, 0))
+    before = mx.pad(mx.cumsum(outside(classes, vocabulary)).astype(mx.int32), (1, 0))
     begin, end = offsets[:-1].astype(mx.int64), offsets[1:].astype(mx.int64)
     sizes = end - begin
     broken = (begin[0] != 0) | (end[-1] != entry_count) | ((sizes < 0) | (sizes > vocabulary)).any()
     begin, end = (each(mx.clip(part, 0, entry_count).astype(mx.int32).reshape(shape), 0) for part in (begin, end))
-    return Allowed(target.ids, classes.astype(mx.int32), offsets, begin, end), broken | (outside[begin] < outside[end])
+    return Allowed(target.ids, classes.astype(mx.int32), offsets, begin, end), broken | (before[begin] < before[end])
 
 
 def _known(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> dict[str, mx.array]:
@@ -215,11 +223,9 @@ def _known(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> dict[str, mx.array]
     ids, log_q = (array.reshape(-1, array.shape[-1]) for array in teacher[:2])
     ids, log_q = ids.astype(mx.int64), log_q.astype(acc)
     none = -1 - mx.arange(ids.shape[1], dtype=mx.int64)
-    ids = mx.where(log_q == -mx.inf, none, mx.where((ids < 0) | (ids >= vocabulary), vocabulary, ids))
-    ordered, mass = mx.sort(ids, axis=-1), mx.exp(log_q).sum(-1)
-    wrong = (ids == vocabulary).any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-    wrong = wrong | ~(mass <= 1 + mass_tolerance(dtype_name(teacher.log_probs)))
-    return {"ids": ids, "log_q": log_q, "wrong": wrong | (mass == 0) if teacher.tail == "renormalize" else wrong}
+    ids = mx.where(log_q == -mx.inf, none, mx.where(outside(ids, vocabulary), vocabulary, ids))
+    wrong = invalid_top_k(mx.sort(ids, axis=-1), mx.exp(log_q).sum(-1), teacher, vocabulary)
+    return {"ids": ids, "log_q": log_q, "wrong": wrong}
 
 
 def _check(check: Callable[..., None], arrays: list[mx.array], *others: Any) -> None:

@@ -12,20 +12,22 @@ logits that nothing else refers to. The driver slices the facts to the rows of a
 makes each block depend on the one before, and computes losses and statistics from the results of a kernel. A kernel
 does not evaluate arrays.
 
-`finish` and `coefficients` compute losses, statistics and gradient coefficients from the sums over whole rows.
-With x, e, w, a as in `xent.cross_entropy`, m the largest x, log_sum = log sum_c exp(x_c - m), t_c = [c==y] and
-w_t = w_y for class indices, t_c = w_c q_c and w_t = 1 for class probabilities q::
+`finish` and `coefficients` compute losses, statistics and gradient coefficients from the sums over whole rows. Sums
+have the names of `xent.backends.torch.contract`.
 
-    lse   = m + log_sum
-    l     = a [ (1-e) w_t sum_c t_c (lse - x_c)  +  (e/V) sum_c w_c (lse - x_c)  +  zeta lse^2 ]
-    dL/dx = p_c (alpha + beta log p_c) - gamma t_c - delta w_c
+With x, e, w, a as in `xent.cross_entropy`, m the largest x, log_sum = log sum_c exp(x_c - m), and the share w'_c of a
+class in the loss, w_c ((1-e) q_c + e/V) for class probabilities q, and w_c e/V for class indices, where the target has
+its own term::
 
-where r, u, n and v are the upstream gradients of l / a, lse, nll and entropy H::
+    cost  = sum_c w'_c (m - x_c)      mass = sum_c w'_c      surprise = sum_c q_c (m - x_c)      given = sum_c q_c
+    lse   = m + log_sum               nll  = lse - x_y, or surprise + given log_sum
+    l     = a [ (1-e) w_y nll  +  cost + mass log_sum  +  zeta lse^2 ]       the first term for class indices only
+    dL/dx = p_c (alpha + beta log p_c) - gamma [c==y] - r w'_c - n q_c
 
-    gamma = r (1-e) w_t + n     delta = r e/V     beta = -v
-    alpha = gamma sum_c t_c + delta sum_c w_c + 2 r zeta lse + u - v H
+where r, u, n and v are the upstream gradients of l / a, lse, nll and entropy H; n q_c is for class probabilities, and::
 
-For class probabilities with class weights, the term of n is computed by a second call without the weights.
+    gamma = r (1-e) w_y + n, or 0     excess = r mass + n given + 2 r zeta lse + u - v H     beta = -v
+    alpha = gamma + excess
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -237,77 +239,83 @@ def _differs(value: Scalar, neutral: float) -> bool:
 
 
 class Sums(NamedTuple):
-    """What `finish` needs of R rows. Sums over classes use differences to the largest x, which keep their precision."""
+    """What `finish` needs of R rows, (R,) each. Sums of differences to the largest x keep their precision."""
 
     peak: mx.array
-    """(R,) the largest x."""
+    """The largest x."""
     log_sum: mx.array
-    """(R,) log sum_c exp(x_c - peak)."""
-    target: mx.array
-    """(R,) sum_c t_c (-log p_c)."""
-    classes: mx.array | None
-    """(R,) sum_c w_c (-log p_c), if there is label smoothing."""
+    nll: mx.array
+    cost: mx.array | None
+    """None without label smoothing and class probabilities, like the mass."""
+    mass: Scalar
+    """Or 0-d."""
     statistics: dict[str, mx.array]
-    """(R,) the statistics that the caller asked for, but for the lse."""
+    """The statistics that the caller asked for, but for the lse."""
 
 
 class Coefficients(NamedTuple):
     """The coefficients (R,) of the gradient with respect to raw logits. They include the factor s of dx/dz."""
 
     alpha: mx.array
-    gamma: mx.array
+    gamma: Scalar
     beta: mx.array | None
-    delta: mx.array | None
-    rest: mx.array | None
-    """alpha - gamma for class indices, computed before rounding: if p_y is near 1, the difference would cancel."""
+    excess: mx.array | None
+    """alpha - gamma, computed before rounding: if p_y is near 1, the difference would cancel."""
+    share: mx.array
+    """r"""
+    given: mx.array | None
+    """n of class probabilities."""
 
 
 def finish(sums: Sums, facts: Facts) -> Results:
     """Return the results of whole rows, without gradients."""
-    loss, weight = sums.target, _target_weight(facts)
-    if weight is not None:
-        loss = product(weight, loss)
-    if sums.classes is not None:
-        loss = loss + facts.number("spread") * sums.classes
+    terms = list[mx.array]()
+    if facts.target is not None:
+        weight = _target_weight(facts)
+        terms.append(sums.nll if weight is None else product(weight, sums.nll))
+    if sums.cost is not None:
+        terms.append(sums.cost + sums.mass * sums.log_sum)
     if facts.squares:
-        loss = loss + facts.number("z_loss") * mx.square(sums.peak + sums.log_sum)
-    loss = mx.where(facts.excluded, 0, facts.weight * loss)
+        terms.append(facts.number("z_loss") * mx.square(sums.peak + sums.log_sum))
+    loss = mx.where(facts.excluded, 0, facts.weight * sum(terms[1:], terms[0]))
     return {"loss": loss, "norm": mx.stack([sums.peak, sums.log_sum], axis=-1), **sums.statistics}
 
 
-def coefficients(facts: Facts, lse: mx.array | None, total: mx.array | float = 1) -> Coefficients:
-    """Return the coefficients for the upstream gradients in the facts.
-
-    `lse` (R,) is needed only for the z-loss; `total` is sum_c t_c.
-    """
+def coefficients(facts: Facts, lse: mx.array | None, mass: Scalar, given: Scalar) -> Coefficients:
+    """Return the coefficients for the upstream gradients in the facts. `lse` (R,) is needed only for the z-loss."""
 
     def scaled(factor: mx.array) -> mx.array:
         return factor * facts.of_rows()[0] if facts.scales else factor
 
-    r, upstream = scaled(facts.scale), facts.upstream
-    weight, beta, delta, rest = _target_weight(facts), None, None, list[mx.array]()
-    gamma = r if weight is None else r * weight
-    if facts.smooths:
-        delta = r * facts.number("spread")
-        rest.append(delta * facts.number("total_weight"))
+    share, upstream, terms = scaled(facts.scale), facts.upstream, list[mx.array]()
+    gamma: Scalar = 0
+    beta = of_nll = None
+    if mass is not None:
+        terms.append(share * mass)
     if facts.squares and lse is not None:
-        rest.append(2 * facts.number("z_loss") * r * lse)
+        terms.append(2 * facts.number("z_loss") * share * lse)
     if "nll" in upstream:
-        gamma = gamma + scaled(upstream["nll"])
+        of_nll = scaled(upstream["nll"])
+    if facts.target is not None:
+        weight = _target_weight(facts)
+        gamma = share if weight is None else share * weight
+        if of_nll is not None:
+            gamma, of_nll = gamma + of_nll, None
+    elif of_nll is not None:
+        terms.append(of_nll * given)
     if "lse" in upstream:
-        rest.append(scaled(upstream["lse"]))
+        terms.append(scaled(upstream["lse"]))
     if "entropy" in upstream:
         beta = -scaled(upstream["entropy"])
-        rest.append(beta * upstream["H"])
-    more = sum(rest[1:], rest[0]) if rest else None
-    alpha = gamma if facts.target is not None else gamma * total
-    return Coefficients(alpha if more is None else alpha + more, gamma, beta, delta, more)
+        terms.append(beta * upstream["H"])
+    excess = sum(terms[1:], terms[0]) if terms else None
+    return Coefficients(gamma if excess is None else gamma + excess, gamma, beta, excess, share, of_nll)
 
 
 def _target_weight(facts: Facts) -> mx.array | None:
-    """Return (1-e) w_t, (R,) or 0-d; None for 1."""
+    """Return (1-e) w_y of class indices, (R,) or 0-d; None for 1."""
     keep = 1 - facts.number("label_smoothing") if facts.smooths else None
-    if facts.target is None or facts.class_weight is None:
+    if facts.class_weight is None:
         return keep
     weight = facts.class_weight[facts.target]
     return weight if keep is None else keep * weight

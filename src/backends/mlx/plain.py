@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from xent.backends.mlx.block import Block, FusedBlock, fuses, needs_memory
 from xent.backends.mlx.devices import device_type
-from xent.backends.mlx.kernels import Facts, Results, coefficients, finish, joined
+from xent.backends.mlx.kernels import Facts, Results, finish, joined
 from xent.core.call import Allowed
 
 __all__ = ["backward", "forward", "target_gradient"]
@@ -29,8 +29,7 @@ def forward(logits: mx.array, facts: Facts, requested: Collection[str]) -> Resul
         sums, grad = block.fold(requested), None
         parts.append(finish(sums, block.facts) | ({} if isinstance(rows, slice) else {"order": rows}))
         if "grad" in requested:
-            coefs = coefficients(block.facts, sums.peak + sums.log_sum, block.total)
-            grad = block.gradient(coefs, sums.peak, sums.log_sum)
+            grad = block.gradient(sums.peak, sums.log_sum)
         return list(parts[-1].values()), grad
 
     grad = _each(logits, facts, "grad" in requested and "entropy" not in requested, compute)
@@ -43,19 +42,7 @@ def forward(logits: mx.array, facts: Facts, requested: Collection[str]) -> Resul
 
 def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
     """Return a block's gradient: see `xent.backends.mlx.kernels`."""
-    if "nll" in facts.upstream and facts.probabilities is not None and facts.class_weight is not None:
-        # The nll of class probabilities does not include class weights.
-        upstream = dict(facts.upstream)
-        alone = {"nll": upstream.pop("nll")}
-        plain = replace(facts, scale=mx.zeros_like(facts.scale), class_weight=None, upstream=alone)
-        return backward(logits, plain, norm) + backward(logits, replace(facts, upstream=upstream), norm)
-
-    def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array]:
-        peak, log_sum = norm[rows, 0], norm[rows, 1]
-        coefs = coefficients(block.facts, peak + log_sum, block.total)
-        return [], block.gradient(coefs, peak, log_sum)
-
-    grad: mx.array = _each(logits, facts, True, compute)
+    grad: mx.array = _each(logits, facts, True, lambda block, rows: ([], block.gradient(*norm[rows].T)))
     return grad
 
 

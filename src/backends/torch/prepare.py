@@ -33,7 +33,7 @@ from xent.core.call import (
     vocabulary_of,
 )
 from xent.core.spec import LARGEST, ROW_STATS, QuantizedRows, Stats, bounded
-from xent.core.validate import check_options, check_subset
+from xent.core.validate import check_options, check_subset, outside, repeats
 
 __all__ = ["classes_last", "is_last", "is_per_row", "is_prepared", "prepare", "rows_of", "shaped", "typed"]
 
@@ -240,7 +240,7 @@ def _restricted(target: Dense, looks: bool, sum_dtype: torch.dtype) -> Dense:
     else:
         ordered, unchecked = ids.sort().values, ids
         ids = unchecked.clamp(0, max(size - 1, 0))
-        wrong = (ids != unchecked).any() | (ordered[1:] == ordered[:-1]).any()
+        wrong = (ids != unchecked).any() | repeats(ordered)
         scale = activation.logit_scale
         if not isinstance(scale, Tensor):
             scale = torch.full((), scale, dtype=sum_dtype, device=ids.device)
@@ -306,7 +306,7 @@ def _with_heads(call: Call, sum_dtype: torch.dtype) -> Call:
             if ids is not None and options.weight is not None:
                 parts = weight * weights_of(options.weight.to(sum_dtype), ids, call.shards).view(heads, -1)
             if ids is not None:  # invalid targets do not count
-                parts = parts * ((ids >= 0) & (ids < _size(call))).view(heads, -1)
+                parts = parts * ~outside(ids, _size(call)).view(heads, -1)
             divisor = parts.sum(1, keepdim=True)
         elif not isinstance(divisor, Tensor):
             divisor = torch.full((), divisor, dtype=sum_dtype, device=weight.device)

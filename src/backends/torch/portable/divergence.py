@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from xent.backends.divergence_terms import divergence_terms
+from xent.backends.divergence_terms import divergence_terms, teacher_cells
 from xent.backends.torch.contract import Block, Coefficients
-from xent.backends.torch.portable.facts import Facts, tolerance
+from xent.backends.torch.portable.facts import Facts
 from xent.backends.torch.portable.rows import activate, times
 from xent.core.call import Dense, Options, TopK
+from xent.core.validate import outside
 
 __all__ = ["SECOND", "TeacherRows", "finish_divergence"]
 
@@ -44,7 +45,7 @@ class TeacherRows:
             return
         assert facts.ids is not None
         ids = facts.ids.to(torch.int64) - facts.setting.first
-        self._away = (facts.log_probs == -torch.inf) | (ids < 0) | (ids >= x.shape[1])
+        self._away = (facts.log_probs == -torch.inf) | outside(ids, x.shape[1])
         self._ids = ids.masked_fill(self._away, 0)
         # Entries that are away have +inf, which does not change the class that they point to.
         least = torch.where(self._away, torch.inf, -torch.inf).to(x.dtype)
@@ -140,19 +141,16 @@ def _cells(options: Options, target: TopK, log_probs: Any, sums: dict[str, Tenso
     p, log_q = log_p.exp(), log_probs.to(peak.dtype)
     if target.tail == "renormalize":
         log_q = log_q - log_q.logsumexp(-1, keepdim=True)
-    mass = log_q.exp().sum(-1, keepdim=True)
-    left = (1 - mass).clamp(min=0) if target.tail == "bucket" else torch.zeros_like(mass)
-    # The remaining mass is only rounding if no other class can have it.
-    left = left.masked_fill((rest == 0) & (left <= tolerance(target)), 0)
-    log_q = torch.cat((log_q, left.log()), 1)
-    q, whole = torch.cat((log_q[:, :-1].exp(), left), 1), mass + left
+    q = log_q.exp()
+    q, log_q, whole = teacher_cells(torch, target, q, log_q, q.sum(-1, keepdim=True), rest == 0)
     cost, v, factor = divergence_terms(torch, options, p, q, log_p, log_q)
+    drops = target.tail == "drop"
+    loss = (times(q, log_q - log_p) if drops else cost).sum(-1)
     if v is None:
         pulled = whole * p - q
-        cost = times(q, log_q - log_p) if target.tail == "drop" else cost
-        loss = cost.sum(-1) if target.tail == "drop" else cost.sum(-1) + (whole[:, 0] - 1)
+        loss = loss if drops else loss + (whole[:, 0] - 1)
     else:
         v = v - v.gather(1, p.argmax(-1, keepdim=True))
-        loss, pulled = cost.sum(-1), times(p, times(p, v).sum(-1, keepdim=True) - v) * factor
+        pulled = times(p, times(p, v).sum(-1, keepdim=True) - v) * factor
     others = (pulled[:, -1:] / rest).masked_fill(rest == 0, 0)[:, 0]
     return {"divergence": loss, "others": others, "of_ids": pulled[:, :-1]}

@@ -10,9 +10,9 @@ from torch import Tensor
 from xent.backends.torch.contract import Part, Setting, Upstream, smooths, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.refusals import check_targets
-from xent.core.call import Allowed, Classes, Probabilities, Shards, TopK, array_of, dtype_name
-from xent.core.spec import Scalar, mass_tolerance
-from xent.core.validate import check_top_k
+from xent.core.call import Allowed, Classes, Probabilities, Shards, TopK, array_of, tolerance
+from xent.core.spec import Scalar
+from xent.core.validate import check_top_k, invalid_top_k, outside
 
 __all__ = [
     "Facts",
@@ -178,7 +178,7 @@ class Facts:
             begin, end = (offsets.to(torch.int64).clamp(0, most) for offsets in (target.begin, target.end))
             self.classes, self.begin, self.end = classes, begin, end
             self.longest = int((end - begin).max()) if len(ids) else 0
-            before = F.pad(((classes < 0) | (classes >= vocabulary)).cumsum(0), (1, 0))
+            before = F.pad(outside(classes, vocabulary).cumsum(0), (1, 0))
             invalid |= before[end] > before[begin]
             if target.broken is not None:
                 invalid |= target.broken
@@ -191,9 +191,9 @@ class Facts:
         classes, begin, end = cast(Any, (self.classes, self.begin, self.end))
         places = begin[:, None] + torch.arange(self.longest, device=begin.device)
         local = classes[places.clamp(max=len(classes) - 1)] - first
-        local = local.masked_fill((places >= end[:, None]) | (local < 0) | (local >= width), width)
-        outside = torch.ones(len(local), width + 1, dtype=torch.bool, device=local.device)
-        return outside.scatter_(1, local, False)[:, :width]
+        local = local.masked_fill((places >= end[:, None]) | outside(local, width), width)
+        mask = torch.ones(len(local), width + 1, dtype=torch.bool, device=local.device)
+        return mask.scatter_(1, local, False)[:, :width]
 
 
 def index_of(part: Part, start: int, stop: int) -> Index:
@@ -219,8 +219,7 @@ def nonempty(mask: Tensor) -> Tensor | None:
 def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
     """Return the class weight of each target, (N,), which in shards one rank has; 0 for targets that are no class."""
     local = ids if shards is None else ids - (shards.first or 0)
-    owned = (local >= 0) & (local < len(weight))
-    gathered = F.pad(weight, (0, 1))[torch.where(owned, local, len(weight))]
+    gathered = F.pad(weight, (0, 1))[local.masked_fill(outside(local, len(weight)), len(weight))]
     if shards is not None:
         from xent.backends.torch.shards.collectives import add_up
 
@@ -248,11 +247,6 @@ def options_of_float16(setting: Setting, class_weight: Tensor | None) -> tuple[S
     return others, size
 
 
-def tolerance(teacher: TopK) -> float:
-    """Return how far rounding may raise the sum of probabilities above 1."""
-    return mass_tolerance(dtype_name(teacher.log_probs))
-
-
 def impossible(teacher: TopK, setting: Setting, ignored: Tensor) -> Tensor:
     """Return the rows (N,) of a top-k teacher with invalid values, but for ignored ones.
 
@@ -263,13 +257,10 @@ def impossible(teacher: TopK, setting: Setting, ignored: Tensor) -> Tensor:
         shape = (*array_of(setting.call).shape[:-1], ids.shape[1])
         arrays = [array.reshape(shape).cpu().numpy() for array in (ids, log_q)]
         used = ~ignored.view(shape[:-1]).cpu().numpy()
-        check_top_k(arrays[0], arrays[1], used, teacher.tail, dtype_name(teacher.log_probs), setting.vocabulary)
+        check_top_k(arrays[0], arrays[1], used, teacher, setting.vocabulary)
         return torch.zeros_like(ignored)
-    known = log_q != -torch.inf
-    outside = known & ((ids < 0) | (ids >= setting.vocabulary))
+    ids = ids.masked_fill(outside(ids, setting.vocabulary), setting.vocabulary)
     # Padding entries get distinct negative numbers.
-    ordered = torch.where(known, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(-1).values
-    mass = log_q.exp().sum(-1)
-    wrong = outside.any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1) | ~(mass <= 1 + tolerance(teacher))
-    rejected: Tensor = (wrong | ((mass == 0) & (teacher.tail == "renormalize"))) & ~ignored
-    return rejected
+    ordered = torch.where(log_q == -torch.inf, -1 - torch.arange(ids.shape[1], device=ids.device), ids).sort(-1).values
+    invalid: Tensor = invalid_top_k(ordered, log_q.exp().sum(-1), teacher, setting.vocabulary) & ~ignored
+    return invalid
