@@ -277,18 +277,24 @@ FAULTS = [
         "            self._put(g, 0.0)\n", "            pass\n", (FP8,),
     ),
     Fault(
-        "FP8, exact targets of the last part only", "backends/torch/fp8_source.py",
-        "            part.put(of_targets, self._of_targets)",
-        "            self._of_targets[: len(of_targets)] = of_targets",
-        (FP8, "-k", "options"),
+        "FP8, exact entries of the last part only", "backends/torch/fp8_source.py",
+        "                part.put(own, of_all)", "                of_all[: len(own)] = own", (FP8, "-k", "options"),
+    ),
+    Fault(
+        "FP8, exact entries twice", "backends/torch/fp8_source.py",
+        "        grad.scatter_(1, ids, 0)\n", "", (FP8, "-k", "likeliest"),
     ),
     Fault(
         "FP8, scales of classes and rows not in the gradient", "backends/torch/fp8.py",
-        "        x = x * factors", "        pass", (FP8, "-k", "options"),
+        "_quantized(_padded(matrix) * factors.of_others)", "_quantized(_padded(matrix))", (FP8, "-k", "options"),
     ),
     Fault(
         "FP8, kernel adds rows of the first block only", KERNELS + "fp8_kernels.py",
-        "tl.sum(alike.to(tl.int32), 0) == ROWS, at + ROWS, count", "at < 0, at + ROWS, count",
+        "for first in range(0, MOST, ROWS):", "for first in range(0, ROWS, ROWS):", (FP8, "-k", "exact"), "triton",
+    ),
+    Fault(
+        "FP8, kernel adds the first run of a class twice", KERNELS + "fp8_kernels.py",
+        "tl.load(sums + 2 * (at // MOST) * size + d", "tl.load(sums + (2 * place + 1) * size + d",
         (FP8, "-k", "exact"), "triton",
     ),
     Fault(

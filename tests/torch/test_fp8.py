@@ -215,8 +215,10 @@ def test_leaves_have_the_same_bits_alone(target: Target, workspace: int | None) 
         assert torch.equal(first, second)  # type: ignore[arg-type]
 
 
-def test_the_target_is_exact(target: Target) -> None:
-    """With zeros for all other classes, everything is as in float64, rounded once."""
+def test_the_target_is_exact(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zeros for all other classes, everything is as in float64, rounded once. Kernels sum 16 rows of a class."""
+    if target.name == "triton":
+        monkeypatch.setattr("xent.backends.triton.fp8._RUN", 16)
     given = inputs(target)
     del given["linear_bias"]
     given["target"].fill_(4)

@@ -15,7 +15,7 @@ from xent.core.call import Classes, Product
 
 __all__ = ["Computed8"]
 
-LIKELIEST = 8
+_LIKELIEST = 8
 """The classes of a row, besides the target, that are not quantized."""
 _GROUP = 2**14
 """The classes for which a row of the gradient has one scale, and whose columns are quantized at a time."""
@@ -88,7 +88,7 @@ class Computed8(Computed):
         if isinstance(setting.call.target, Classes):
             self._ids = setting.call.target.ids.to(torch.int64) - setting.first
         scale = setting.call.activation.logit_scale
-        count = 0 if isinstance(scale, float | int) and scale < 0 else min(LIKELIEST, self._head.classes)
+        count = 0 if isinstance(scale, float | int) and scale < 0 else min(_LIKELIEST, self._head.classes)
         self._likeliest = count
         """The number of likeliest classes; none with a negative logit scale."""
         self._entries: Any = None

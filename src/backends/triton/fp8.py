@@ -17,6 +17,7 @@ from xent.backends.triton.kernels.fp8_kernels import (
     codes_kernel,
     exact_kernel,
     hidden_kernel,
+    join_kernel,
     magnitudes_kernel,
 )
 from xent.backends.triton.largest import largest
@@ -26,6 +27,7 @@ from xent.core.call import Activation
 __all__ = ["GpuArithmetic", "unavailable"]
 
 _CAPABILITY = (8, 9)
+_RUN = 64  # entries of a class that a program sums
 _TILE = {"ROWS": 64, "COLUMNS": 128}
 
 
@@ -89,7 +91,7 @@ class GpuArithmetic(Arithmetic):
         product: Tensor = F.scaled_mm(
             *(left, right.t(), left_scale[:, None], by_row, right_scale[None, :], by_row),
             output_dtype=torch.bfloat16,
-            use_fast_accum=True,
+            use_fast_accum=False,  # Hopper's fast sums keep some 14 bits
         )
         return product
 
@@ -129,17 +131,23 @@ class GpuArithmetic(Arithmetic):
     def add_to_classes(self, total: Tensor, hidden: Tensor, entries: Entries) -> None:
         """Add the exact entries' part to the gradient of the classifier."""
         size, (ordered, order) = total.shape[1], entries.ids.flatten().sort(stable=True)
-        hidden, block = _with_rows(hidden), min(next_power_of_2(size), 512)
+        hidden, count, block = _with_rows(hidden), len(ordered), min(next_power_of_2(size), 512)
+        runs = cdiv(count, _RUN)
+        sums = torch.empty(2 * runs, size, dtype=torch.float32, device=total.device)
+        long_runs = torch.full((runs,), -1, dtype=torch.int64, device=total.device)
+        begins = torch.searchsorted(ordered, ordered)
         launch(
             classes_kernel,
-            len(ordered) * cdiv(size, block),
+            count * cdiv(size, block),
             (
-                *(total, hidden, hidden.stride(0), entries.grads, ordered, order),
-                *(len(ordered), entries.ids.shape[1], len(total), size),
+                *(total, hidden, hidden.stride(0), entries.grads, ordered, order, begins, sums, long_runs),
+                *(count, entries.ids.shape[1], len(total), size),
             ),
-            {"ALIGNED": _is_aligned(hidden), "ROWS": 16, "BLOCK": block},
+            {"ALIGNED": _is_aligned(hidden), "MOST": _RUN, "ROWS": 16, "BLOCK": block},
             num_warps=8,
         )
+        joined = total, ordered, sums, long_runs, count, size
+        launch(join_kernel, runs * cdiv(size, block), joined, {"MOST": _RUN, "BLOCK": block}, num_warps=4)
 
 
 def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | None) -> None:

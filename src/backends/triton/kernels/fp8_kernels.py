@@ -11,7 +11,7 @@ from xent.backends.triton.launches import kernel
 
 LARGEST_CODE, LEAST_SCALE = tl.constexpr(448.0), tl.constexpr(2.0**-100)
 
-__all__ = ["classes_kernel", "codes_kernel", "exact_kernel", "hidden_kernel", "magnitudes_kernel"]
+__all__ = ["classes_kernel", "codes_kernel", "exact_kernel", "hidden_kernel", "join_kernel", "magnitudes_kernel"]
 
 
 @triton.jit
@@ -188,26 +188,33 @@ def classes_kernel(
     grads,  # (N, E) float32: the gradients of the exact entries
     ordered,  # (N E,) int64: their classes, ascending
     order,  # (N E,) int64: their places in `grads`
+    begins,  # (N E,) int64: the first place of each one's class in `ordered`
+    sums,  # (2 ceil(N E / MOST), D) float32: those of runs of classes with more than MOST entries
+    long_runs,  # (ceil(N E / MOST),) int64, -1: where such a class begins
     count: "i64",  # N E
     entries: "i32",  # E
     classes: "i64",  # C
     size: "i32",  # D
     ALIGNED: tl.constexpr,
+    MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add g h of all entries of one class to a part of its row of `total`. One program per part and first entry."""
+    """Sum g h of at most MOST entries of one class, a run, in a part of its columns.
+
+    There is one program for each entry and part; that of a run's first entry computes it. If the class has no other
+    run, the sum is added to its row of `total`; `join_kernel` adds those of several runs.
+    """
     parts = tl.cdiv(size, BLOCK)
     at = (tl.program_id(0) // parts).to(tl.int64)
     d = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(ordered + at)
-    before = tl.load(ordered + at - 1, mask=at > 0, other=-1)
-    if (y != before) & (y >= 0) & (y < classes):
-        sums = tl.zeros([BLOCK], tl.float32)
+    y, begin = tl.load(ordered + at), tl.load(begins + at)
+    if ((at - begin) % MOST == 0) & (y >= 0) & (y < classes):
+        total_row = tl.zeros([BLOCK], tl.float32)
         if ALIGNED:
             size = size // 16 * 16
-        while at < count:
-            index = at + tl.arange(0, ROWS)
+        for first in range(0, MOST, ROWS):
+            index = at + first + tl.arange(0, ROWS)
             alike = tl.load(ordered + index, mask=index < count, other=-1) == y
             entry = tl.load(order + index, mask=alike, other=0)
             g = tl.load(grads + entry, mask=alike, other=0.0)
@@ -215,8 +222,42 @@ def classes_kernel(
             if ALIGNED:
                 places = tl.multiple_of(places, (1, 16))
             h = tl.load(places, mask=(g != 0)[:, None] & (d < size)[None, :], other=0.0)
-            sums += tl.sum(g[:, None] * h.to(tl.float32), 0)
-            at = tl.where(tl.sum(alike.to(tl.int32), 0) == ROWS, at + ROWS, count)
-        place = total + y * size + d
-        sums += tl.load(place, mask=d < size, other=0.0).to(tl.float32)
-        tl.store(place, sums.to(total.dtype.element_ty), mask=d < size)
+            total_row += tl.sum(g[:, None] * h.to(tl.float32), 0)
+        if tl.load(ordered + begin + MOST, mask=begin + MOST < count, other=-1) == y:
+            tl.store(sums + (2 * (at // MOST) + (at == begin).to(tl.int64)) * size + d, total_row, mask=d < size)
+            tl.store(long_runs + at // MOST, at, mask=at == begin)
+        else:
+            _add(total + y * size + d, total_row, d < size)
+
+
+@kernel
+def join_kernel(
+    total,  # (C, D), contiguous
+    ordered,  # see `classes_kernel`, like sums and `long_runs`
+    sums,
+    long_runs,
+    count: "i64",
+    size: "i32",
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the sums of all runs of one class to a part of its row of `total`."""
+    parts = tl.cdiv(size, BLOCK)
+    place = (tl.program_id(0) // parts).to(tl.int64)
+    d = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(long_runs + place)
+    if at >= 0:
+        y = tl.load(ordered + at)
+        total_row = tl.load(sums + (2 * place + 1) * size + d, mask=d < size, other=0.0)
+        at += MOST
+        while tl.load(ordered + at, mask=at < count, other=-1) == y:
+            total_row += tl.load(sums + 2 * (at // MOST) * size + d, mask=d < size, other=0.0)
+            at += MOST
+        _add(total + y * size + d, total_row, d < size)
+
+
+@triton.jit
+def _add(place, value, inside):
+    """Add float32 numbers to those at `place`, and round once."""
+    value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, value.to(place.dtype.element_ty), mask=inside)
