@@ -215,10 +215,14 @@ def test_leaves_have_the_same_bits_alone(target: Target, workspace: int | None) 
         assert torch.equal(first, second)  # type: ignore[arg-type]
 
 
-def test_the_target_is_exact(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With zeros for all other classes, everything is as in float64, rounded once. Kernels sum 16 rows of a class."""
+@pytest.mark.parametrize("run", [16, 32])
+def test_the_target_is_exact(target: Target, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zeros for all other classes, everything is as in float64, rounded once.
+
+    Kernels sum `run` rows of a class at a time.
+    """
     if target.name == "triton":
-        monkeypatch.setattr("xent.backends.triton.fp8._RUN", 16)
+        monkeypatch.setattr("xent.backends.triton.fp8._RUN", run)
     given = inputs(target)
     del given["linear_bias"]
     given["target"].fill_(4)

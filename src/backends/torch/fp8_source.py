@@ -49,7 +49,7 @@ class _Sum(ProductSum):
         return self._sum is None
 
     def add_quantized(
-        self, arithmetic: Arithmetic, columns: Quantized, hidden: Any, ones: Tensor, start: int = 0
+        self, arithmetic: Arithmetic, columns: Quantized, hidden: Tensor, ones: Tensor, start: int = 0
     ) -> None:
         """Add the product of columns from `start` on of a part's gradient (C, R) and codes of hidden states (D, R)."""
         classes, width = self._like.shape
@@ -77,13 +77,18 @@ class Computed8(Computed):
     and classifier are those of their rows, so logits do not depend on the parts.
     """
 
+    _codes: Quantized
+    """The hidden states of the current part."""
+    _likely: Tensor
+    """(R, E) int64: the likeliest classes of its rows."""
+
     def _open(self, source: Any, reuse: bool) -> int:
         setting, self.skips = self._setting, True
         source = self._gathered(source)
         self._arithmetic: Arithmetic = self._steps.arithmetic
         transposes = self.needs_gradient and setting.needs[0]
         self._head = self._classifier = _Head(source, setting.width, setting.needs, self._arithmetic, transposes)
-        self._ids: Any = None
+        self._ids: Tensor | None = None
         """(N,) int64: the targets relative to the first class of this rank. None for class probabilities."""
         if isinstance(setting.call.target, Classes):
             self._ids = setting.call.target.ids.to(torch.int64) - setting.first
@@ -91,12 +96,8 @@ class Computed8(Computed):
         count = 0 if isinstance(scale, float | int) and scale < 0 else min(_LIKELIEST, self._head.classes)
         self._likeliest = count
         """The number of likeliest classes; none with a negative logit scale."""
-        self._entries: Any = None
-        """`Entries` of all rows, for the gradients of the classifier and the bias."""
-        self._codes: Any = None
-        """Those of the hidden states of the current part."""
-        self._likely: Any = None
-        """(R, E) int64: the likeliest classes of its rows."""
+        self._entries: Entries | None = None
+        """Those of all rows, for the gradients of the classifier and the bias."""
         return part_rows(setting, padded(most_columns(setting, setting.width)), 2, source.workspace)
 
     def start(self, schedule: Schedule) -> None:
@@ -166,11 +167,11 @@ class Computed8(Computed):
         # The first product of the classifier's gradient is that gradient, and gets the memory that the logits had. The
         # sum of the hidden states' gradient over ranks starts before the last products of the classifier's.
         waits = of_weight is not None and (sends or (of_weight.is_empty and count <= 2 * width))
-        columns: Any = None
+        columns: Quantized | None = None
         if of_weight is not None:
             classes = head.classes if waits else min(_GROUP, head.classes)
             columns = arithmetic.memory(classes, count, head.hidden.device)
-        total: Any = None
+        total: Tensor | None = None
         """(R', D'): the product of the hidden states' gradient."""
         for start in range(0, head.classes, _GROUP):
             group = range(start, min(start + _GROUP, head.classes))
@@ -179,11 +180,11 @@ class Computed8(Computed):
                 alone = len(group) == head.classes
                 total = product if alone else product.float() if total is None else total.add_(product)
         loaded.logits = loaded.grad = grad = None
-        if of_input is not None:
+        if of_input is not None and total is not None:
             arithmetic.put_hidden(total[:count, :width], head.weight, entries, part, of_input)
         if sends:
             self._send()
-        if of_weight is not None and waits:
+        if of_weight is not None and columns is not None and waits:
             of_weight.add_quantized(arithmetic, columns, hidden.transposed, self._ones)
 
     def _exact_entries(self, loaded: Loaded, grad: Tensor) -> Entries:
@@ -191,7 +192,7 @@ class Computed8(Computed):
         part, ids = loaded.part, self._likely
         entries = Entries(ids, grad.gather(1, ids).float())
         grad.scatter_(1, ids, 0)
-        if loaded.target_grad is not None:
+        if loaded.target_grad is not None and self._ids is not None:
             ids = torch.cat((self._ids[part.indices, None], ids), 1)
             entries = Entries(ids, torch.cat((loaded.target_grad[:, None], entries.grads), 1))
         if self._entries is not None:
@@ -199,7 +200,9 @@ class Computed8(Computed):
                 part.put(own, of_all)
         return entries
 
-    def _add_group(self, grad: Tensor, group: range, hidden: Quantized, columns: Any, waits: bool) -> Tensor | None:
+    def _add_group(
+        self, grad: Tensor, group: range, hidden: Quantized, columns: Quantized | None, waits: bool
+    ) -> Tensor | None:
         """Quantize the gradient of a group of classes, and add its products to the classifier's, unless that `waits`.
 
         `columns` is memory for the columns' codes: of all classes if the classifier's gradient waits, else of a group.
@@ -211,7 +214,7 @@ class Computed8(Computed):
         rows = by_column = None
         if of_input is not None:
             rows = Factors(*arithmetic.memory(len(own), len(group), grad.device)[:2], head.scale[in_group])
-        if of_weight is not None:
+        if columns is not None:
             place = in_group if waits else slice(0, padded(len(group)))
             by_column = Factors(columns.codes[place], columns.scale[place], hidden.scale)
         arithmetic.quantize_gradient(own, rows, by_column)
@@ -225,10 +228,10 @@ class Computed8(Computed):
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, with the exact part of those of classifier and bias."""
-        _, of_weight, of_bias = self._gradients
-        if of_weight is not None:
-            of_weight.add_entries(self._arithmetic, self._head.hidden, self._entries)
-        if of_bias is not None and len(of_bias) and self._ids is not None:
-            places, of_targets = self._ids.clamp(0, len(of_bias) - 1), self._entries.grads[:, 0]
+        (_, of_weight, of_bias), entries = self._gradients, self._entries
+        if of_weight is not None and entries is not None:
+            of_weight.add_entries(self._arithmetic, self._head.hidden, entries)
+        if of_bias is not None and len(of_bias) and self._ids is not None and entries is not None:
+            places, of_targets = self._ids.clamp(0, len(of_bias) - 1), entries.grads[:, 0]
             of_bias.index_put_((places,), of_targets.to(of_bias.dtype), accumulate=True)
         return super().gradients()

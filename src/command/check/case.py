@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.command.check.harness import AnyHarness
+from xent.command.check.harness import Harness, Operand
 from xent.core.spec import LinearTeacher, Support, TopKTeacher
 
 __all__ = ["LOSSES", "Array", "Case", "Inputs", "Named", "make_inputs", "mapped", "placed"]
@@ -239,6 +239,6 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value) if hasattr(value, "shape") and not np.isscalar(value) else value
 
 
-def placed(harness: AnyHarness, value: Any, dtype: str) -> Any:
+def placed(harness: Harness[Operand], value: Any, dtype: str) -> Any:
     """Return a value with its NumPy arrays on the harness's device, those of floats as `dtype`."""
     return mapped(lambda array: harness.array(array, dtype if array.dtype.kind == "f" else None), value)

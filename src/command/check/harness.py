@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["AnyHarness", "Harness", "Operand"]
+__all__ = ["Harness", "Operand"]
 
 Array = TypeVar("Array")
 Operand = Any
@@ -227,7 +227,3 @@ class Harness(Generic[Array]):
         has_rest = (mass > 0) & (p_left > 0)
         rest = ops.log(ops.clip(mass, 1e-30, None)) - ops.log(ops.where(has_rest, p_left, 1))
         return rows + ops.where(has_rest, mass * rest, 0)
-
-
-AnyHarness = Harness[Any]
-"""The harness of some framework."""

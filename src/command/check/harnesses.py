@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xent.backends.protocol import Backend
-from xent.command.check.harness import AnyHarness
+from xent.command.check.harness import Harness, Operand
 
 __all__ = ["harness_of"]
 
 
-def harness_of(backend: Backend, device: str | None = None) -> AnyHarness:
+def harness_of(backend: Backend, device: str | None = None) -> Harness[Operand]:
     """Return the harness of a backend, for `device` or by default the best available device.
 
     The reference has none: it is proved by finite differences, and the checks compare other backends with it.
@@ -20,33 +20,33 @@ def harness_of(backend: Backend, device: str | None = None) -> AnyHarness:
     return _HARNESSES[backend.name, backend.framework](device)
 
 
-def _triton(device: str | None) -> AnyHarness:
+def _triton(device: str | None) -> Harness[Operand]:
     from xent.command.check.triton_harness import TritonHarness
 
     return TritonHarness(device)
 
 
-def _torch(device: str | None) -> AnyHarness:
+def _torch(device: str | None) -> Harness[Operand]:
     from xent.command.check.torch_harness import TorchHarness
 
     return TorchHarness(device)
 
 
-def _mlx(device: str | None) -> AnyHarness:
+def _mlx(device: str | None) -> Harness[Operand]:
     from xent.backends.mlx import BACKEND
     from xent.command.check.mlx_harness import MlxHarness
 
     return MlxHarness(device or BACKEND.devices()[0])
 
 
-def _metal(device: str | None) -> AnyHarness:
+def _metal(device: str | None) -> Harness[Operand]:
     from xent.backends.metal import BACKEND
     from xent.command.check.mlx_harness import MlxHarness
 
     return _of_metal(MlxHarness(device or BACKEND.devices()[0]))
 
 
-def _metal_of_torch(device: str | None) -> AnyHarness:
+def _metal_of_torch(device: str | None) -> Harness[Operand]:
     from xent.backends.metal.torch_machine import DEVICES, PROOF
     from xent.command.check.torch_harness import TorchHarness
 
@@ -55,7 +55,7 @@ def _metal_of_torch(device: str | None) -> AnyHarness:
     return harness
 
 
-def _of_metal(harness: AnyHarness) -> AnyHarness:
+def _of_metal(harness: Harness[Operand]) -> Harness[Operand]:
     """Return the harness of a framework for Metal's kernels: without float64, and with rows that reach every loop."""
     from xent.backends.metal.sources import RAN, row_sizes
 

@@ -24,7 +24,7 @@ import xent
 from xent.backends.protocol import Backend
 from xent.backends.reference import gradients
 from xent.command.check.case import LOSSES, Array, Case, Inputs, Named, make_inputs, mapped, placed
-from xent.command.check.harness import AnyHarness, Operand
+from xent.command.check.harness import Harness, Operand
 from xent.core.call import Call
 from xent.core.signature import FUNCTIONS
 
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def judge_case(
-    backend: Backend, harness: AnyHarness, case: Case, seed: int = 0, workspace: int | None = None
+    backend: Backend, harness: Harness[Operand], case: Case, seed: int = 0, workspace: int | None = None
 ) -> list[Comparison]:
     """Run a case on a backend, and compare its results and every gradient with the reference."""
     case = case if workspace is None else replace(case, workspace=workspace)
@@ -126,7 +126,7 @@ def call_of(case: Case, differentiable: Named, options: Named) -> Call:
 
 
 def results_of_case(
-    backend: Backend, harness: AnyHarness, case: Case, seed: int = 0
+    backend: Backend, harness: Harness[Operand], case: Case, seed: int = 0
 ) -> tuple[Named, Named, Named, Named]:
     """Return (reference, backend, unfused, sizes); the first three contain results and gradients by name.
 
@@ -218,7 +218,7 @@ def _gradients(call: Call, upstream: Array, others: Named, names: Collection[str
     return {name: by_name[name] for name in names}
 
 
-def _unfused(harness: AnyHarness, case: Case, inputs: Inputs, logits: Operand, target: Operand) -> Operands:
+def _unfused(harness: Harness[Operand], case: Case, inputs: Inputs, logits: Operand, target: Operand) -> Operands:
     """Compute the results of a case in unfused operations on logits. `target` is that of `inputs` on the device.
 
     With a shift, targets and options move: those of t + shift to row t. The last rows have none, and have weight 0.
@@ -262,7 +262,7 @@ def _unfused(harness: AnyHarness, case: Case, inputs: Inputs, logits: Operand, t
     return tuple(results[name] for name in case.results)
 
 
-def _teacher_of(harness: AnyHarness, case: Case, teacher: Any) -> Named:
+def _teacher_of(harness: Harness[Operand], case: Case, teacher: Any) -> Named:
     """Return the teacher's logits, with what else they need, or the classes that it knows."""
     if case.teacher == "logits":
         return {"teacher": teacher}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from xent.backends import TABLE, backends
 from xent.backends.protocol import Backend
 from xent.command.check.case import LOSSES, Case, Named
-from xent.command.check.harness import AnyHarness
+from xent.command.check.harness import Harness, Operand
 from xent.command.check.harnesses import harness_of
 from xent.command.check.judge import Comparison, judge_case
 from xent.core.spec import DIFFERENTIABLE
@@ -65,7 +65,7 @@ class Work:
 
     backend: Backend
     device: str
-    harness: AnyHarness
+    harness: Harness[Operand]
     cases: dict[Kind, Sequence[Case]]
     full: bool = False
     """Whether the cases have every pair of options."""
@@ -137,7 +137,7 @@ def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
     return works
 
 
-def cases_of(harness: AnyHarness, function: str, dtype: str, full: bool = False) -> Sequence[Case]:
+def cases_of(harness: Harness[Operand], function: str, dtype: str, full: bool = False) -> Sequence[Case]:
     """Return the cases that reach every kernel and loop of this device; if `full`, every pair of options as well."""
     return reaching(harness, function, dtype) + (pairs(function, dtype) if full else [])
 
@@ -199,7 +199,7 @@ def _judged_by(key: tuple[str, str], device: str, case: Case) -> _Result:
     return _judged(backend, harness_of(backend, device), case)
 
 
-def _judged(backend: Backend, harness: AnyHarness, case: Case) -> _Result:
+def _judged(backend: Backend, harness: Harness[Operand], case: Case) -> _Result:
     """Judge a case. An exception is a failure; a warning, which says that other code ran, is a note."""
     with harness.watched() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -290,7 +290,7 @@ _SETTINGS: dict[str, Sequence[Setting]] = {
 _FIELDS = {attribute.name for attribute in fields(Case)}
 
 
-def reaching(harness: AnyHarness, function: str, dtype: str) -> list[Case]:
+def reaching(harness: Harness[Operand], function: str, dtype: str) -> list[Case]:
     """Return the smallest set of cases that reaches every kernel and loop of the device.
 
     One dtype, bfloat16, gets every size that the harness names; the others a short row.
