@@ -1,6 +1,11 @@
-"""Products in 8 bits with a vocabulary in shards: the loss of one process, the same bits on all ranks."""
+"""Products in 8 bits with a vocabulary in shards: the loss of one process, the same bits on all ranks.
+
+Each rank makes the likeliest of its own classes exact. So results are compared closely without any, and as far as 8
+bits differ from 16 with them.
+"""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch.distributed.tensor import Shard
 import xent
 from tests.distributed.pool import PROCESSES, Pool, device, group
 from tests.distributed.test_dtensors import flat, put, whole
+from xent.backends.torch import fp8_source
 
 CLASSES, WIDTH, ROWS = 41, 24, 12
 CUTS = (slice(0, 17), slice(17, 17), slice(17, 40), slice(40, 41))
@@ -46,12 +52,14 @@ def call(options: dict[str, Any], cut: slice, **more: Any) -> tuple[Tensor, ...]
     )
 
 
-def compare(name: str) -> Tensor:
+def compare(name: str, likeliest: int) -> Tensor:
     """Compare a call in four processes with one on the whole vocabulary. Return the loss."""
     options, cut = OPTIONS[name], CUTS[dist.get_rank()]
-    loss, *gradients = call(options, cut, vocab_parallel=xent.VocabParallel(group(4), cut.start, CLASSES))
-    expected, *others = call(options, slice(None))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    with patch.object(fp8_source, "_LIKELIEST", likeliest):
+        loss, *gradients = call(options, cut, vocab_parallel=xent.VocabParallel(group(4), cut.start, CLASSES))
+        expected, *others = call(options, slice(None))
+    tolerance = 3e-2 if likeliest else 1e-5
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
     for place, (own, other) in enumerate(zip(gradients, others, strict=True)):
         right = (other if place == 0 else other[cut]).float()
         error = (own.float() - right).norm()
@@ -59,6 +67,7 @@ def compare(name: str) -> Tensor:
     return loss.cpu()
 
 
+@patch.object(fp8_source, "_LIKELIEST", 0)
 def of_dtensors() -> None:
     """Compare DTensors, which need no `vocab_parallel`, with one process."""
     generator = torch.Generator().manual_seed(0)
@@ -78,8 +87,9 @@ def of_dtensors() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_shards(pool: Pool, name: str) -> None:
-    losses = pool.run(compare, name)
+@pytest.mark.parametrize("likeliest", [0, 4])
+def test_shards(pool: Pool, name: str, likeliest: int) -> None:
+    losses = pool.run(compare, name, likeliest)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
