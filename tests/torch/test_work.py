@@ -142,5 +142,5 @@ def test_gradients_of_the_classifier() -> None:
     assert alone <= 0.3 * size
     assert size <= both <= 1.3 * size
     assert of_chunk <= 1.5 * size / 2 + library - 64 * 32000 * 2
-    # Gradients of 62.5 MiB, of which four separate calls would hold four; 64 MiB of logits and theirs; 4 MiB of buffers.
+    # Four separate calls would hold four gradients of 62.5 MiB. The logits, their gradient and buffers have the rest.
     assert max(of_heads) <= (62.5 + 64 + 8) * MIB
