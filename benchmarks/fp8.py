@@ -158,8 +158,8 @@ def _errors(model: LanguageModel, text: Text, sizes: _Sizes, device: str) -> Ite
     """Yield the errors of each head on held-out text: of the loss, and relative ones of gradients.
 
     Rows are those of the classifier's gradient. The tied embedding's is the sum of the classifier's and that of the
-    inputs. An outlier is a channel of the hidden states times
-    100; the logits are the same if the classifier's is divided by 100.
+    inputs. An outlier is a channel of the hidden states times 100; the logits are the same if the classifier's is
+    divided by 100.
     """
     windows = validation_batch(text, sizes.batch, sizes.context).to(device)
     target = windows[:, 1:].flatten()
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, curves: Path, errors: Path) -> None:
-    """Train what is not in the files yet; the errors are of the first model of all."""
+    """Train what is not in the files yet; the errors are of the first model that is trained without a file of them."""
     deadline = time.monotonic() + 60 * options.minutes
     sizes = _QUICK if options.quick else _Sizes()
     text = load_text(sizes.vocabulary, seed=0)

@@ -237,10 +237,11 @@ def linear_cross_entropy(
     precision : {"fp8"}, optional
         By default the matrix products have the dtype of ``input``, or of torch.autocast. "fp8" computes them in 8 bits,
         from factors in bfloat16, with one scale for each row of hidden states, of the classifier and of the gradient.
-        The logit of a target class and its entry of the gradient are not quantized: they are computed in float32 and
-        added to both gradients. It takes two copies of the classifier in 8 bits. Rows of the classifier's gradient for
-        classes that are no target have a larger error. It needs PyTorch 2.10 and a GPU of compute capability 8.9.
-        Backend "torch" emulates it on every device, in float32 products, if it is named.
+        The logits of the target and of the eight likeliest other classes of a row, and their entries of the gradient,
+        are not quantized; all others are rounded to bfloat16 first, also for statistics. It takes two copies of the
+        classifier in 8 bits. Rows of the classifier's gradient for classes that are no target have a larger error. It
+        needs PyTorch 2.10 and a GPU of compute capability 8.9. Backend "torch" emulates it on every device, in float32
+        products, if it is named.
     stats : collection of str
         As in `xent.cross_entropy`. With several heads, statistics per row have the shape (H, ..., T), and "accuracy"
         and "count" are over the rows of all heads. With "lse", "nll" or "entropy", logits are float32 for every dtype

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Coefficients, Loaded, Schedule, wide
-from xent.backends.torch.fp8 import Arithmetic, Entries, Factors, Quantized, padded
+from xent.backends.torch.fp8 import Arithmetic, Entries, Factors, Quantized, add_at, padded
 from xent.backends.torch.memory import cast
 from xent.backends.torch.products import Classifier, ProductSum, kept_dtype
 from xent.backends.torch.sources import Computed, Stored, most_columns, part_rows
@@ -58,7 +58,7 @@ class _Sum(ProductSum):
             self._sum = arithmetic.product(*columns[:2], hidden, ones)[:classes, :width].to(self._dtype).contiguous()
             return
         if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+            self._sum = torch.zeros(classes, width, dtype=self._dtype, device=self._like.device)
         step = max(padded(_PIECE_BYTES // (2 * width)), _LEAST_PIECE)
         for first in range(start, stop, step):
             piece, total = slice(first - start, first - start + step), self._sum[first : min(first + step, stop)]
@@ -95,7 +95,7 @@ class Computed8(Computed):
         scale = setting.call.activation.logit_scale
         count = 0 if isinstance(scale, float | int) and scale < 0 else min(_LIKELIEST, self._head.classes)
         self._likeliest = count
-        """The number of likeliest classes; none with a negative logit scale."""
+        """The number of likeliest classes; none if the logit scale is a negative number."""
         self._entries: Entries | None = None
         """Those of all rows, for the gradients of the classifier and the bias."""
         return part_rows(setting, padded(most_columns(setting, setting.width)), 2, source.workspace)
@@ -115,7 +115,7 @@ class Computed8(Computed):
         if needs[1] or needs[2]:
             shape = self._setting.count, self._likeliest + int(self._ids is not None)
             self._entries = Entries(
-                torch.zeros(shape, dtype=torch.int64, device=device),
+                torch.full(shape, -1, dtype=torch.int64, device=device),
                 torch.zeros(shape, dtype=torch.float32, device=device),
             )
 
@@ -173,13 +173,16 @@ class Computed8(Computed):
             columns = arithmetic.memory(classes, count, head.hidden.device)
         total: Tensor | None = None
         """(R', D'): the product of the hidden states' gradient."""
-        for start in range(0, head.classes, _GROUP):
+        trains = of_input is not None or of_weight is not None
+        for start in range(0, head.classes if trains else 0, _GROUP):
             group = range(start, min(start + _GROUP, head.classes))
             product = self._add_group(grad, group, hidden, columns, waits)
             if product is not None:
                 alone = len(group) == head.classes
                 total = product if alone else product.float() if total is None else total.add_(product)
         loaded.logits = loaded.grad = grad = None
+        if part.last:
+            del head.quantized_rows
         if of_input is not None and total is not None:
             arithmetic.put_hidden(total[:count, :width], head.weight, entries, part, of_input)
         if sends:
@@ -196,7 +199,8 @@ class Computed8(Computed):
             ids = torch.cat((self._ids[part.indices, None], ids), 1)
             entries = Entries(ids, torch.cat((loaded.target_grad[:, None], entries.grads), 1))
         if self._entries is not None:
-            for own, of_all in zip(entries, self._entries, strict=True):
+            stored = entries._replace(ids=entries.ids.masked_fill(entries.grads == 0, -1))
+            for own, of_all in zip(stored, self._entries, strict=True):
                 part.put(own, of_all)
         return entries
 
@@ -233,5 +237,5 @@ class Computed8(Computed):
             of_weight.add_entries(self._arithmetic, self._head.hidden, entries)
         if of_bias is not None and len(of_bias) and self._ids is not None and entries is not None:
             places, of_targets = self._ids.clamp(0, len(of_bias) - 1), entries.grads[:, 0]
-            of_bias.index_put_((places,), of_targets.to(of_bias.dtype), accumulate=True)
+            add_at(of_bias, places, of_targets.to(of_bias.dtype))
         return super().gradients()

@@ -17,8 +17,8 @@ from xent.backends.triton.kernels.fp8_kernels import (
     codes_kernel,
     exact_kernel,
     hidden_kernel,
-    join_kernel,
     magnitudes_kernel,
+    runs_kernel,
 )
 from xent.backends.triton.largest import largest
 from xent.backends.triton.launches import Kernel, cdiv, launch, next_power_of_2
@@ -27,33 +27,37 @@ from xent.core.call import Activation
 __all__ = ["GpuArithmetic", "unavailable"]
 
 _CAPABILITY = (8, 9)
+_NEEDS = "precision='fp8' needs torch.nn.functional.scaled_mm, which PyTorch 2.10 has, and compute capability 8.9"
 _RUN = 64  # entries of a class that a program sums
 _TILE = {"ROWS": 64, "COLUMNS": 128}
 
 
 def unavailable(device: torch.device) -> str | None:
     """Return why a device has no products in 8 bits, or None. Triton's interpreter emulates them."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return None
-    return _unavailable(device)
+    if not hasattr(F, "scaled_mm"):
+        return f"{_NEEDS}, and this is PyTorch {torch.__version__}"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return f"{_NEEDS}, and this is {torch.cuda.get_device_name(device)}"
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return None
+    return _refused(device)
 
 
 @cache
-def _unavailable(device: torch.device) -> str | None:
-    needs = "precision='fp8' needs torch.nn.functional.scaled_mm, which PyTorch 2.10 has, and compute capability 8.9"
-    if not hasattr(F, "scaled_mm"):
-        return f"{needs}, and this is PyTorch {torch.__version__}"
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability < _CAPABILITY:
-        return f"{needs}, and this is {torch.cuda.get_device_name(device)}"
+def _refused(device: torch.device) -> str | None:
+    """Compute one product, and return why a device refuses it, or None."""
     arithmetic = GpuArithmetic()
-    factors = torch.arange(32 * 48, device=device).view(32, 48).sin()[:, :48]
+    factors = torch.arange(32 * 48, device=device).view(32, 48).sin()
     codes, scale, _ = Arithmetic().quantize(factors, False)
     try:
         own = arithmetic.product(codes, scale, codes, scale)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError) as error:
-        return f"{needs}, and this device refuses: {error}"
-    return None if torch.allclose(own, Arithmetic().product(codes, scale, codes, scale), 0.02, 0.02) else needs
+        return f"{_NEEDS}, and this device refuses: {error}"
+    return None if torch.allclose(own, Arithmetic().product(codes, scale, codes, scale), 0.02, 0.02) else _NEEDS
 
 
 class GpuArithmetic(Arithmetic):
@@ -107,8 +111,8 @@ class GpuArithmetic(Arithmetic):
             exact_kernel,
             len(logits),
             (
-                *(logits, logits.stride(0), hidden, hidden.stride(0), weight, *weight.stride(), bias),
-                *(ids, entries, size),
+                *(logits, logits.stride(0), hidden, hidden.stride(0), weight, *weight.stride()),
+                *(None if bias is None else bias.contiguous(), ids, entries, size),
             ),
             {"ENTRIES": next_power_of_2(entries), "BLOCK": min(next_power_of_2(size), 512)},
             num_warps=4,
@@ -147,7 +151,7 @@ class GpuArithmetic(Arithmetic):
             num_warps=8,
         )
         joined = total, ordered, sums, long_runs, count, size
-        launch(join_kernel, runs * cdiv(size, block), joined, {"MOST": _RUN, "BLOCK": block}, num_warps=4)
+        launch(runs_kernel, runs * cdiv(size, block), joined, {"MOST": _RUN, "BLOCK": block}, num_warps=4)
 
 
 def _over_tiles(function: Kernel, matrix: Tensor, *others: Tensor | None) -> None:

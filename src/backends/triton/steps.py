@@ -349,7 +349,9 @@ def _start(setting: Setting) -> Steps:
             return TritonSteps(setting)
         if isinstance(call.target, Dense):
             return targets.ShardedSteps(setting)
-    return PortableSteps(setting)
+    steps = PortableSteps(setting)
+    steps.arithmetic = TritonSteps.arithmetic
+    return steps
 
 
 STEPS["triton"] = _start

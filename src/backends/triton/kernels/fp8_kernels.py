@@ -11,7 +11,7 @@ from xent.backends.triton.launches import kernel
 
 LARGEST_CODE, LEAST_SCALE = tl.constexpr(448.0), tl.constexpr(2.0**-100)
 
-__all__ = ["classes_kernel", "codes_kernel", "exact_kernel", "hidden_kernel", "join_kernel", "magnitudes_kernel"]
+__all__ = ["classes_kernel", "codes_kernel", "exact_kernel", "hidden_kernel", "magnitudes_kernel", "runs_kernel"]
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _put_largest(place, index, size, x, AXIS: tl.constexpr):
 
 @triton.jit
 def _scale_of(largest, index, size, scale, writes):
-    """Return the scales of rows or columns, see `xent.backends.torch.fp8.scales`, and write them."""
+    """Return the scales of rows or columns, see `xent.backends.torch.fp8`, and write them."""
     value = tl.load(largest + index, mask=index < size, other=0.0)
     own = tl.maximum(tl.div_rn(value, LARGEST_CODE), LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
     own = tl.where(value == 0, 1.0, tl.where(value == float("inf"), float("nan"), own))
@@ -203,7 +203,7 @@ def classes_kernel(
     """Sum g h of at most MOST entries of one class, a run, in a part of its columns.
 
     There is one program for each entry and part; that of a run's first entry computes it. If the class has no other
-    run, the sum is added to its row of `total`; `join_kernel` adds those of several runs.
+    run, the sum is added to its row of `total`; `runs_kernel` adds those of several runs.
     """
     parts = tl.cdiv(size, BLOCK)
     at = (tl.program_id(0) // parts).to(tl.int64)
@@ -231,7 +231,7 @@ def classes_kernel(
 
 
 @kernel
-def join_kernel(
+def runs_kernel(
     total,  # (C, D), contiguous
     ordered,  # see `classes_kernel`, like sums and `long_runs`
     sums,
