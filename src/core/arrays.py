@@ -48,13 +48,13 @@ _OPTIONAL = (
 
 def arrays_of(name: str, value: object) -> dict[str, Array]:
     """Return the arrays of an argument, which may hold several, by the names that error messages use."""
-    fields = next((fields for kind, fields in _PARTS.items() if isinstance(value, kind)), None)
-    if fields is None:
-        return {name: value}
-    arrays: dict[str, Array] = {}
-    for field in fields:
-        arrays |= arrays_of(name if field == "teacher" else f"{name}.{field}", getattr(value, field))
-    return arrays
+    for kind, fields in _PARTS.items():
+        if isinstance(value, kind):
+            arrays: dict[str, Array] = {}
+            for field in fields:
+                arrays |= arrays_of(name if field == "teacher" else f"{name}.{field}", getattr(value, field))
+            return arrays
+    return {name: value}
 
 
 def common_framework(arrays: dict[str, Array]) -> str:

@@ -15,8 +15,8 @@ target and the likeliest classes of a row, whose entries are g ::
 
 `Q` quantizes each row, for dh the row of a group of classes. The products of groups are rounded to bfloat16 and summed
 in float32. Both products with W take the same codes, in two layouts. The logits of target and likeliest classes are
-those of the 16-bit factors. The last terms are not quantized: they are summed in float32, rows in the order of the call,
-and rounded once.
+those of the 16-bit factors. The last terms are not quantized: they are summed in float32, rows in the order of the
+call, and rounded once.
 
 Rounding to 8 bits changes a logit by some hundredths. Where a trained model is unsure, that is most of the gradient's
 error: with the target alone exact, it was 4 to 40 times that of bfloat16.
