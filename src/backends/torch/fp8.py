@@ -27,7 +27,6 @@ error: with the target alone exact, it was 4 to 40 times that of bfloat16.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.contract import Part
@@ -140,7 +139,9 @@ def add_at(total: Tensor, places: Tensor, terms: Tensor) -> Tensor:
 def _padded(matrix: Tensor) -> Tensor:
     """Return a matrix (R, C) in float32, padded to (R', C')."""
     rows, columns = matrix.shape
-    return F.pad(matrix.float(), (0, padded(columns) - columns, 0, padded(rows) - rows))
+    wide = matrix.new_zeros(padded(rows), padded(columns), dtype=torch.float32)
+    wide[:rows, :columns] = matrix
+    return wide
 
 
 def _quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:

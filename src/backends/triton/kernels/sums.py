@@ -424,7 +424,7 @@ def select_kernel(
             copied = tl.where(excluded, zero, h.to(selected.dtype.element_ty))
             tl.store(selected + local_row * size + columns, copied, mask=columns < size)
     if checks is not None:
-        tl.store(checks + local_row, tl.sum(check, 0))
+        tl.store(checks + local_row, tl.sum(check.to(tl.int64), 0).to(tl.int32))  # Triton 3.8 interprets no overflow
     if target_logits is not None:
         z = tl.sum(sums, 0)
         z += optional(bias, y, owned, 0.0)
