@@ -66,7 +66,8 @@ def test_trainer(tmp_path: Path, precisions: list[str | None]) -> None:
 
 
 def test_ddp_and_fsdp2() -> None:
-    assert launch(2, "tests.integrations.fp8_sharded").splitlines() == list(WAYS)
+    printed = launch(2, "tests.integrations.fp8_sharded").splitlines()
+    assert [line for line in printed if not line.startswith("[Gloo]")] == list(WAYS)
 
 
 def test_models_created_later(precisions: list[str | None]) -> None:
