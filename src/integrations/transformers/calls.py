@@ -151,9 +151,10 @@ def _take(recipe: Recipe, like: Tensor, function: Function, index: Any) -> _Afte
 
 def _record(step: Callable[..., _After], function: Function, *args: Any, **kwargs: Any) -> Result:
     """Record a step of the first of the arguments that are deferred logits."""
-    place = next((place for place, each in enumerate(args) if is_open(each)), None)
-    if place is None or (kwargs and step not in (_to, _reshape)) or (place > 0 and step is not _add):
+    places = [place for place, each in enumerate(args) if is_open(each)]
+    if not places or (kwargs and step not in (_to, _reshape)) or (places[0] > 0 and step is not _add):
         return NotImplemented
+    place = places[0]
     if function is Tensor.__getitem__ and isinstance(args[1], Tensor):
         args = args[0], args[1].clone()  # the caller may change the mask before the logits are read
     recipe = args[place]._recipe
