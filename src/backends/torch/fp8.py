@@ -19,7 +19,7 @@ those of the 16-bit factors. The last terms are not quantized: they are summed i
 call, and rounded once.
 
 Rounding to 8 bits changes a logit by some hundredths. Where a trained model is unsure, that is most of the gradient's
-error: with the target alone exact, it was 4 to 40 times that of bfloat16.
+error: with the target alone exact, it was up to 7 times that of bfloat16.
 
 `Arithmetic` emulates it on every device, with float32 products. `xent.backends.triton.fp8` has the kernels.
 """

@@ -95,7 +95,7 @@ class GpuArithmetic(Arithmetic):
         product: Tensor = F.scaled_mm(
             *(left, right.t(), left_scale[:, None], by_row, right_scale[None, :], by_row),
             output_dtype=torch.bfloat16,
-            use_fast_accum=False,  # Hopper's fast sums keep some 14 bits
+            use_fast_accum=False,  # Hopper's fast sums keep fewer bits than float32
         )
         return product
 

@@ -2,8 +2,8 @@
 
 Each group is declared once, and passed as one argument. A member that a call does not have is a tensor without
 elements, whose address is null (`absent`): kernels look at the address as they run, and one compiled kernel serves
-calls with and without the member. Where that would cost time for each class the member is None, and Triton compiles its
-branches away.
+calls with and without the member. Where that would cost time for each class, and in calls of targets alone, the member
+is None, and Triton compiles its branches away.
 Members are contiguous tensors, or floats: Triton specialises a compiled kernel for other numbers in a group. These are
 arguments of their own. No member may be called `values` or `type`: Triton's tuples have these attributes.
 
@@ -66,7 +66,8 @@ class Numbers(NamedTuple):
 class Rows(NamedTuple):
     """What the rows of a call have besides logits: (N,) in the order of the call, unless another shape is given.
 
-    All but the target, class weights and their sum may be null (`no_rows`).
+    All but the target, class weights and their sum may be null (`no_rows`). With targets alone, all but the target and
+    the divisor are None.
     """
 
     target: Tensor | None
