@@ -3,7 +3,6 @@
 `<!-- measured: SUITE FILE; QUANTITY ... -->` and `<!-- end -->` enclose tables of a suite from
 `benchmarks/results/FILE.jsonl`, gpu-SUITE if it is not given, and all quantities of `benchmarks.tables` if none is.
 `<!-- picked: NAME -->` encloses rows of several files, `<!-- steps: FILE -->` training steps; see `picked.toml`.
-`<!-- fp8: FILE -->` encloses a table of `benchmarks.fp8`.
 `<!-- commit: C -->` anywhere in a document says of which commit all of its tables are. `--check` changes nothing, and
 fails if a table differs from what would be written, or if a file of results is of another commit.
 """
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import tomllib
-from benchmarks.fp8_report import make_table
 from benchmarks.records import Record, load_records
 from benchmarks.tables import Table, make_tables
 
@@ -28,7 +26,7 @@ __all__ = ["find_problems", "main"]
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((_ROOT / "docs").glob("*.md"))))
 _RESULTS = Path(__file__).with_name("results")
-_OPENING = r"(<!-- (?P<kind>measured|picked|steps|fp8): (?P<what>[\w-]+)(?: (?P<file>[\w-]+))?(?P<only>;[\w ]+)? -->\n)"
+_OPENING = r"(<!-- (?P<kind>measured|picked|steps): (?P<what>[\w-]+)(?: (?P<file>[\w-]+))?(?P<only>;[\w ]+)? -->\n)"
 _END = "<!-- end -->"
 _BLOCK = re.compile(f"{_OPENING}.*?{_END}", re.DOTALL)
 _COMMIT = re.compile(r"<!-- commit: ([0-9a-f]{7,40}) -->")
@@ -76,8 +74,6 @@ def _make(match: re.Match[str], results: Path) -> tuple[str, list[str]]:
     if match["kind"] == "picked":
         blocks = described[match["what"]]
         return _picked(blocks, results).markdown(), [block["file"] for block in blocks]
-    if match["kind"] == "fp8":
-        return make_table(results / f"{match['what']}.jsonl").markdown(), [match["what"]]
     if match["kind"] == "steps":
         records = load_records(results / f"{match['what']}.jsonl")
         return _steps(described["steps"], records).markdown(), [match["what"]]

@@ -87,7 +87,6 @@ class _LogitsLoss(_Loss, _OfLogits, total=False):
 class _LinearLoss(_Loss, _OfLinear, total=False):
     shift: int | Sequence[int]
     head_weight: Sequence[float] | None
-    precision: str | None
 
 class _LogProbs(_Shared, total=False):
     temperature: _Number

@@ -173,7 +173,6 @@ def linear_cross_entropy(
     shift: int | Sequence[int] = 0,
     head_weight: Sequence[float] | None = None,
     workspace: int | None = None,
-    precision: str | None = None,
     stats: Collection[str] = (),
     vocab_parallel: Group = None,
     backend: str = "auto",
@@ -234,14 +233,6 @@ def linear_cross_entropy(
         classifier is rounded once per chunk. If every chunk contributes to every class, its error is 1.3 to 1.6 times
         the unfused error with 4 chunks and up to 3 times with 16. With more than 16 chunks (MLX: more than 8) the sum
         is accumulated in float32, which takes twice the memory.
-    precision : {"fp8"}, optional
-        By default the matrix products have the dtype of ``input``, or of torch.autocast. "fp8" computes them in 8 bits,
-        from factors in bfloat16, with one scale for each row of hidden states, of the classifier and of the gradient.
-        The logits of the target and of the eight likeliest other classes of a row, and their entries of the gradient,
-        are not quantized; all others are rounded to bfloat16 first, also for statistics. It takes two copies of the
-        classifier in 8 bits. Rows of the classifier's gradient for classes that are no target have a larger error. It
-        needs PyTorch 2.10 and a GPU of compute capability 8.9. Backend "torch" emulates it on every device, in float32
-        products, if it is named.
     stats : collection of str
         As in `xent.cross_entropy`. With several heads, statistics per row have the shape (H, ..., T), and "accuracy"
         and "count" are over the rows of all heads. With "lse", "nll" or "entropy", logits are float32 for every dtype
@@ -277,7 +268,7 @@ def linear_cross_entropy(
     """
     arguments = (
         input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, z_loss,
-        softcap, logit_scale, sample_weight, normalizer, shift, head_weight, workspace, precision, stats,
+        softcap, logit_scale, sample_weight, normalizer, shift, head_weight, workspace, stats,
         vocab_parallel, backend,
     )  # fmt: skip
     return evaluate("linear_cross_entropy", arguments)

@@ -1,9 +1,9 @@
 """Patches for Triton's interpreter: make it round like a GPU, and make it faster.
 
-It rounds float32 to bfloat16 and to 8 bits toward zero, while GPUs round to nearest. It computes with NumPy, which
-warns of infinities and NaN. It replaces the functions of Triton's language at every call of a function in a kernel,
-although those of the launch are still in place; this takes half of a test's time. A fifth of the rest is spent on
-deriving the properties of a type for each value.
+It rounds float32 to bfloat16 toward zero, while GPUs round to nearest. It computes with NumPy, which warns of
+infinities and NaN. It replaces the functions of Triton's language at every call of a function in a kernel, although
+those of the launch are still in place; this takes half of a test's time. A fifth of the rest is spent on deriving the
+properties of a type for each value.
 """
 
 import warnings
@@ -39,17 +39,9 @@ def prepare() -> None:
 
 
 def _round_to_nearest(convert: Any) -> Any:
-    import torch
     import triton.language as tl
 
-    of_8_bits = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-
     def rounded(values: Any, source: Any, wanted: Any, mode: Any) -> Any:
-        if source == tl.float32 and wanted in of_8_bits:
-            kind = of_8_bits[wanted]
-            most = torch.finfo(kind).max  # GPUs saturate
-            codes = torch.from_numpy(np.ascontiguousarray(values, np.float32)).clamp(-most, most).to(kind)
-            return codes.view(torch.uint8).numpy()
         if (source, wanted) != (tl.float32, tl.bfloat16):
             return convert(values, source, wanted, mode)
         bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)

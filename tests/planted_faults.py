@@ -39,7 +39,6 @@ SHARDS, PROMISES = "tests/distributed/test_shards.py", "tests/distributed/test_p
 HEADS, SCALE, TARGET = "tests/test_heads.py", "tests/torch/test_scale.py", "tests/torch/test_target_gradient.py"
 EAGER, AUTOGRAD = "tests/torch/test_eager.py", "tests/torch/test_autograd.py"
 SKIPPED, TOP_K = "tests/torch/test_skipped_rows.py", "tests/test_top_k.py"
-FP8 = "tests/torch/test_fp8.py"
 DIVERGENCE, TRANSFORMS = "tests/divergence/test_matrix.py", "tests/torch/test_transforms.py"
 PORTABLE = "backends/torch/portable/"
 KERNELS = "backends/triton/kernels/"
@@ -270,36 +269,6 @@ FAULTS = [
         "gradient of the bias of one part", "backends/torch/sources.py",
         "of_bias += grad.sum(0, dtype=of_bias.dtype)", "of_bias.copy_(grad.sum(0, dtype=of_bias.dtype))",
         (SKIPPED,),
-    ),
-    # Products in 8 bits.
-    Fault(
-        "FP8, the target's entry twice", PORTABLE + "rows.py",
-        "            self._put(g, 0.0)\n", "            pass\n", (FP8,),
-    ),
-    Fault(
-        "FP8, exact entries of the last part only", "backends/torch/fp8_source.py",
-        "                part.put(own, of_all)", "                of_all[: len(own)] = own", (FP8, "-k", "options"),
-    ),
-    Fault(
-        "FP8, exact entries twice", "backends/torch/fp8_source.py",
-        "        grad.scatter_(1, ids, 0)\n", "", (FP8, "-k", "likeliest"),
-    ),
-    Fault(
-        "FP8, scales of classes and rows not in the gradient", "backends/torch/fp8.py",
-        "_quantized(_padded(matrix) * factors.of_others)", "_quantized(_padded(matrix))", (FP8, "-k", "options"),
-    ),
-    Fault(
-        "FP8, kernel adds rows of the first block only", KERNELS + "fp8_kernels.py",
-        "for first in range(0, MOST, ROWS):", "for first in range(0, ROWS, ROWS):", (FP8, "-k", "exact"), "triton",
-    ),
-    Fault(
-        "FP8, kernel adds the first run of a class twice", KERNELS + "fp8_kernels.py",
-        "tl.load(sums + 2 * (at // MOST) * size + d", "tl.load(sums + (2 * place + 1) * size + d",
-        (FP8, "-k", "exact"), "triton",
-    ),
-    Fault(
-        "FP8, evaluation too", "integrations/transformers/calls.py",
-        "    if recipe.tracked:\n", "    if True:\n", ("tests/integrations/test_fp8.py", "-k", "steps"),
     ),
     # Preparation and packing.
     Fault(

@@ -1,4 +1,4 @@
-"""xent: by default, portable, in FP8, in place, with a given workspace, and its functions of RL and distillation.
+"""xent: by default, portable, in place, with a given workspace, and its functions of RL and distillation.
 
 "xent portable" runs with XENT_PORTABLE=1, which turns the Hopper kernels off, as on every other GPU.
 """
@@ -17,15 +17,13 @@ __all__ = ["linear"]
 _PORTABLE = {"XENT_PORTABLE": "1"}
 
 
-def linear(workspace: Callable[[Case], int | None] = lambda case: None, precision: str | None = None) -> Make:
-    """Return the contender's `make` for a workspace and a precision. FP8 is emulated on a CPU."""
+def linear(workspace: Callable[[Case], int | None] = lambda case: None) -> Make:
+    """Return the contender's `make` for a workspace."""
 
     def make(case: Case) -> LossFunction:
         import xent
 
         options = dict(case.options)
-        if precision is not None:
-            options |= {"precision": precision, "backend": "torch" if case.device == "cpu" else "auto"}
         return partial(xent.linear_cross_entropy, reduction=case.reduction, workspace=workspace(case), **options)
 
     return make
@@ -33,7 +31,6 @@ def linear(workspace: Callable[[Case], int | None] = lambda case: None, precisio
 
 contender("xent", "linear", kind="ours")(linear())
 contender("xent portable", "linear", kind="ours", environment=_PORTABLE)(linear())
-contender("xent FP8", "linear", kind="ours")(linear(precision="fp8"))
 
 
 @contender("xent", "logits", kind="ours")

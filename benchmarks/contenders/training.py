@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders.entry import contender, find_peer
@@ -44,15 +43,12 @@ def _plain(model: Any) -> Iterator[_Loss]:
     yield _own_loss(model)
 
 
-def _patched(model: Any, **options: Any) -> Iterator[_Loss]:
+@_variant("xent", kind="ours")
+def _xent(model: Any) -> Iterator[_Loss]:
     from xent.integrations.transformers import patch
 
-    with patch(model, **options):
+    with patch(model):
         yield _own_loss(model)
-
-
-_variant("xent", kind="ours")(_patched)
-_variant("xent FP8", kind="ours")(partial(_patched, precision="fp8"))
 
 
 @_variant("Liger")

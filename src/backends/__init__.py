@@ -104,7 +104,7 @@ def selected(name: str, call: Call, array: Array, depth: int = 2) -> Backend:
         reason = backend.missing or backend.refuse(call)
         unproven: Any = getattr(backend, "unproven", None)
         if reason is None and name == "auto" and unproven is not None:
-            reason = unproven(call)
+            reason = unproven()
         if reason is None:
             if warning is not None and warning not in _warned:
                 _warned.add(warning)

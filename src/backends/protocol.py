@@ -45,8 +45,8 @@ __all__ = ["Backend"]
 class Backend(Protocol):
     """Serves calls of one framework, on all or some of its devices. Each backend's module has one, named `BACKEND`.
 
-    One that "auto" may skip although it is available also has a method `unproven` of the call. It returns why, and what
-    would change that, or None.
+    One that "auto" may skip although it is available also has a method `unproven`. It returns why, and what would
+    change that, or None.
     """
 
     name: str

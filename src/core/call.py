@@ -72,8 +72,6 @@ class Product(NamedTuple):
     """Bytes that the logits alive at one time may take; None for the device's default."""
     dtype: str | None = None
     """Name of the dtype of the matrix products, such as "bfloat16"; only in a prepared call (autocast selects it)."""
-    precision: str | None = None
-    """"fp8" for products of 8-bit factors; None for those of that dtype."""
 
 
 Source = Given | Product

@@ -94,8 +94,6 @@ def describe_loss(arguments: Arguments, passed: Collection[str]) -> Call:
     source, rows, axis, vocabulary = _source(arguments, passed, shards, heads)
     target = _target(framework, arguments, source, rows, axis, vocabulary)
     _check_weights(arguments, rows, vocabulary)
-    if arguments.get("precision") is not None:
-        _check_fp8(framework, source)
     return Call(source, target, _activation(arguments), _options(arguments, heads=heads), shards)
 
 
@@ -188,19 +186,6 @@ def have_same_rows(call: Call) -> bool:
     return alike
 
 
-def _check_fp8(framework: str, source: Any) -> None:
-    """Raise ValueError for a call whose products cannot be in 8 bits."""
-    wrong = None
-    if framework != "torch":
-        wrong = f"needs PyTorch tensors, got {framework} arrays"
-    elif isinstance(source.weight, QuantizedRows):
-        wrong = "quantizes the classifier itself, got a QuantizedRows"
-    elif not source.input.shape[-1]:
-        wrong = f"needs hidden states with elements, got input of shape {tuple(source.input.shape)}"
-    if wrong is not None:
-        raise ValueError(f"precision='fp8' {wrong}: leave precision out")
-
-
 def _options(arguments: Arguments, **others: Any) -> Options:
     """Return the options among the arguments, and others."""
     return Options(**{name: arguments[name] for name in Options._fields if name in arguments}, **others)
@@ -265,9 +250,7 @@ def _source(
     if "input" in arguments:
         name, array, weight = "input", arguments["input"], arguments["linear_weight"]
         check_classifier("input", array, "linear_weight", weight, arguments["linear_bias"])
-        source = Product(
-            array, weight, arguments["linear_bias"], arguments["workspace"], None, arguments.get("precision")
-        )
+        source = Product(array, weight, arguments["linear_bias"], arguments["workspace"])
         rows = _rows_of_input(arguments, shards, heads)
         axis, vocabulary = len(rows), weight.shape[0]
     else:

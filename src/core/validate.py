@@ -98,10 +98,6 @@ def check_options(
             checked[name] = check_int(name, value)
             if not -(2**63) <= checked[name] < 2**63:
                 raise ValueError(f"ignore_index must fit in 64 bits, got {value}")
-        elif name == "precision" and value not in (None, "fp8"):
-            raise (ValueError if isinstance(value, str) else TypeError)(
-                f"precision must be None or 'fp8', got {shown(value)}"
-            )
         elif name == "workspace" and value is not None:
             checked[name] = check_int(name, value, "None or a positive int, a number of bytes;", 1)
         elif name == "shift":

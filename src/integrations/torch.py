@@ -96,7 +96,7 @@ class LinearCrossEntropyLoss(nn.Module):
         As in torch.nn.LinearCrossEntropyLoss (PyTorch 2.13).
     out_features : empty tuple
         Several output dimensions, each with its own classifier, are not supported: ValueError.
-    z_loss, softcap, logit_scale, shift, head_weight, workspace, precision, stats, backend
+    z_loss, softcap, logit_scale, shift, head_weight, workspace, stats, backend
         As in `xent.linear_cross_entropy`. `workspace` replaces PyTorch's chunking `options`.
 
     Examples
@@ -127,7 +127,6 @@ class LinearCrossEntropyLoss(nn.Module):
         shift: int | Sequence[int] = 0,
         head_weight: Sequence[float] | None = None,
         workspace: int | None = None,
-        precision: str | None = None,
         stats: Collection[str] = (),
         backend: str = "auto",
     ) -> None:
@@ -142,9 +141,9 @@ class LinearCrossEntropyLoss(nn.Module):
         self.reduction, self.label_smoothing = reduction, label_smoothing
         self.ignore_index = -100 if ignore_index is None else ignore_index
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
-        self.workspace, self.precision, self.stats, self.backend = workspace, precision, stats, backend
+        self.workspace, self.stats, self.backend = workspace, stats, backend
         self.shift, self.head_weight = shift, head_weight
-        _check(self, shift=shift, head_weight=head_weight, workspace=workspace, precision=precision)
+        _check(self, shift=shift, head_weight=head_weight, workspace=workspace)
 
     def forward(
         self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Scalar = None
@@ -161,13 +160,12 @@ class LinearCrossEntropyLoss(nn.Module):
             shift=self.shift,
             head_weight=self.head_weight,
             workspace=self.workspace,
-            precision=self.precision,
         )
 
     def extra_repr(self) -> str:
         """Return the options, for printing the module."""
         own = f"shift={self.shift}, head_weight={self.head_weight}, workspace={self.workspace}"
-        return f"{_describe(self)}, {own}, precision={self.precision!r}"
+        return f"{_describe(self)}, {own}"
 
 
 def _options(module: nn.Module) -> dict[str, Any]:

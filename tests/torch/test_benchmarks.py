@@ -14,7 +14,6 @@ from benchmarks.cases import SUITES, Case, quick
 from benchmarks.cli import main
 from benchmarks.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.contenders import find_contender
-from benchmarks.fp8_report import read
 from benchmarks.problems import LinearProblem, LogitsProblem, make_problem
 from benchmarks.records import Record, load_records, write_records
 from benchmarks.session import Session
@@ -213,23 +212,3 @@ def test_the_command_measures_and_resumes(tmp_path: Path, capsys: pytest.Capture
     assert {record.contender for record in load_records(lines)} == {"torch", "xent"}
     assert main([*command, "--resume"]) == 0
     assert lines.read_text() == before
-
-
-def test_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tokenizers")
-    from benchmarks.fp8 import main
-
-    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--seeds"]
-    for seeds in (["0"], ["0", "1", "--resume"]):
-        assert main([*arguments, *seeds]) == 0
-    runs = read(tmp_path / "fp8-training-quick.jsonl", "seed")
-    assert [(run["seed"], run["head"]) for run in runs] == [
-        (seed, head) for seed in (0, 1) for head in ("bfloat16", "FP8", "FP8 throughout")
-    ]
-    losses = [loss for run in runs for name in ("training", "held out") for _, *point in run[name] for loss in point]
-    assert all(5.5 < loss < 6.5 for loss in losses)
-    errors = read(tmp_path / "fp8-errors-quick.jsonl", "data")
-    assert len(errors) == 3 * 3 * 4
-    assert all(0 < error[name] < 0.2 for error in errors for name in ("hidden states", "classifier", "tied embedding"))
-    assert (tmp_path / "fp8-training-quick.png").exists()
-    assert "| outlier | 2 |" in capsys.readouterr().out

@@ -120,11 +120,6 @@ RAISED: dict[str, tuple[Callable[[], Any], ...]] = {
     "inplace=True cannot be used under torch.func transforms": (
         lambda: torch.func.grad(lambda z: loss(z, inplace=True))(Z),
     ),
-    "precision='fp8' ...: leave precision out": (
-        lambda: xent.linear_cross_entropy(np.zeros((2, 4)), np.zeros((5, 4)), np.zeros(2, int), precision="fp8"),
-        lambda: linear(X[..., :0], W[:, :0], precision="fp8"),
-    ),
-    "precision='fp8' needs matrix products in ..., got ...": (lambda: linear(precision="fp8", backend="torch"),),
     "vocab_parallel needs PyTorch tensors": (
         lambda: one_rank(lambda group: xent.cross_entropy(np.zeros((2, 5)), np.zeros(2, int), vocab_parallel=group)),
     ),
@@ -154,11 +149,6 @@ RAISED: dict[str, tuple[Callable[[], Any], ...]] = {
     ),
 }
 ELSEWHERE = {
-    "precision='fp8' needs torch.nn.functional.scaled_mm, which PyTorch 2.10 has, and compute capability 8.9": (
-        "torch/test_fp8.py",
-        "precision='fp8' needs torch.nn.functional.scaled_mm",
-    ),
-    "it emulates precision='fp8' in float32 products": ("torch/test_fp8.py", "it emulates precision='fp8'"),
     "... requires a gradient, which a quantized classifier does not get": (
         "torch/test_quantized.py",
         "linear_weight requires a gradient, which a quantized classifier",

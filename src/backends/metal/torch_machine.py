@@ -5,7 +5,7 @@ import platform
 
 from xent.backends.proof import Proof
 from xent.backends.torch import TorchBackend
-from xent.core.call import Call, Product, array_of, dtype_name
+from xent.core.call import Call, array_of, dtype_name
 from xent.core.spec import BackendInfo
 
 __all__ = ["BACKEND", "DEVICES", "MISSING", "PROOF", "VERSIONS", "MetalTorchBackend", "find"]
@@ -47,7 +47,7 @@ class MetalTorchBackend(TorchBackend):
         notes = () if doubt is None else (f'"auto" does not take it: {doubt}',)
         return BackendInfo(self.name, self.framework, is_there, self.missing, VERSIONS, DEVICES, notes)
 
-    def unproven(self, call: Call | None = None) -> str | None:
+    def unproven(self) -> str | None:
         """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
         return None if PROOF.passed else "its kernels are not proved here: run python -m xent check metal --full"
 
@@ -55,8 +55,6 @@ class MetalTorchBackend(TorchBackend):
         """Refuse shards, other devices, and float64, which Metal does not have."""
         if call.shards is not None:
             return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
-        if isinstance(call.source, Product) and call.source.precision is not None:
-            return "it has no products in 8 bits"
         array = array_of(call)
         device = array.device.type
         if device not in (*DEVICES, "meta"):

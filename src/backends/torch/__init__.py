@@ -43,12 +43,6 @@ class TorchBackend:
         """Refuse nothing: this backend supports every option and every device."""
         return None
 
-    def unproven(self, call: Call | None = None) -> str | None:
-        """Return why "auto" skips this backend: it only emulates products in 8 bits. Otherwise None."""
-        if getattr(call and call.source, "precision", None) is None:
-            return None
-        return "it emulates precision='fp8' in float32 products: name it to test, or leave precision out"
-
     def load(self) -> None:
         """Import the module that registers the steps of this backend."""
         from xent.backends.torch.portable import steps  # noqa: F401

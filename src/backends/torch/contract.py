@@ -235,8 +235,6 @@ class Block(NamedTuple):
     """(R, C) raw logits of a `Dense` teacher, of any float dtype."""
     input_checks: Tensor | None = None
     """(R,) int32: see `Loaded`."""
-    target_grad: Tensor | None = None
-    """(R,) float32 zeros: memory for the gradients of the targets' logits, which are then 0 in `grad`. Or None."""
 
 
 @dataclass(eq=False, slots=True)
@@ -255,8 +253,6 @@ class Loaded:
     """(R, C and padding) after the product."""
     grad: Tensor | None = None
     """The gradient of these, in the compute dtype."""
-    target_grad: Tensor | None = None
-    """See `Block`."""
 
 
 class Steps(Protocol):
@@ -272,8 +268,6 @@ class Steps(Protocol):
     """Whether `whole_rows` serves this call, for rows whose logits are all in memory."""
     saves: bool
     """Whether the backward pass of this call takes the saved sums. If not, it calls `whole_rows` with upstreams."""
-    arithmetic: Any
-    """The `xent.backends.torch.fp8.Arithmetic` of 8-bit factors."""
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
 

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Loaded, Part, Schedule, Setting, Steps, Upstream, wide
-from xent.backends.torch.fp8_source import Computed8
 from xent.backends.torch.memory import RowView, block_rows, gradient_like
 from xent.backends.torch.plan import Plan, Requested, leaves_of
 from xent.backends.torch.portable.facts import Facts, masked
@@ -122,7 +121,7 @@ def _run(
             return steps, [_whole_rows(setting, steps, needs_gradient, reuse, saved)], saved
         if steps.computes_all and in_one_part(setting, steps):
             return steps, at_once(setting, steps), saved
-    kind = Stored if isinstance(call.source, Given) else Computed if call.source.precision is None else Computed8
+    kind = Stored if isinstance(call.source, Given) else Computed
     source = kind(setting, steps, needs_gradient, reuse)
     fused = steps.fuses and not from_sums and not source.tiles
     schedule = Schedule(steps, setting, source.step, plan.skips and source.skips)

@@ -93,11 +93,6 @@ def _with_dtype(source: Product, prefix: str) -> Product:
                     f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {dtype}, outside "
                     f"of torch.autocast; got {tensor.dtype}: cast one to the dtype of the other{more}"
                 )
-    if source.precision is not None and dtype != torch.bfloat16:
-        raise TypeError(
-            f"precision='fp8' needs matrix products in torch.bfloat16, got {dtype}: pass bfloat16 input, or call under "
-            "torch.autocast"
-        )
     if prefix == "teacher.":  # its logits are not rounded
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return replaced(source, dtype=str(dtype).removeprefix("torch."))

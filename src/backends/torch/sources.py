@@ -286,7 +286,7 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
         or not setting.count
     ):
         return False
-    if not isinstance(source.weight, Tensor) or exact(setting.call) or source.precision is not None:
+    if not isinstance(source.weight, Tensor) or exact(setting.call):
         return False
     if source.input.dtype != compute or source.weight.dtype != compute:
         return False

@@ -5,13 +5,13 @@
 - `launches` has the argument groups of all kernels and launches these, `inputs` fills them, `geometry` chooses sizes.
 - `kernels` has the kernels, and the device functions that they share.
 - `compilations` logs the kernels that are compiled.
-- `largest` launches the kernels of the most probable classes, `fp8` those of 8-bit factors and their products.
+- `largest` launches the kernels of the most probable classes.
 - `hopper` contains two matrix products for Hopper GPUs.
 """
 
 from xent.backends.torch import TorchBackend
 from xent.backends.triton import machine
-from xent.core.call import Call, Product, array_of, dtype_name
+from xent.core.call import Call, array_of, dtype_name
 from xent.core.spec import BackendInfo
 
 __all__ = ["BACKEND", "TritonBackend"]
@@ -40,7 +40,7 @@ class TritonBackend(TorchBackend):
         is_there, devices = self.missing is None, machine.DEVICES
         return BackendInfo(self.name, self.framework, is_there, self.missing, machine.VERSIONS, devices, notes)
 
-    def unproven(self, call: Call | None = None) -> str | None:
+    def unproven(self) -> str | None:
         """Return why "auto" skips this backend: it never ran on a GPU of this kind, and the check has not passed."""
         if machine.UNTRIED is None or machine.PROOF.passed:
             return None
@@ -57,10 +57,6 @@ class TritonBackend(TorchBackend):
             return f"it serves {' and '.join(devices)} tensors and got a {device} tensor, which backend 'torch' serves"
         if dtype_name(array) == "float64":
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
-        if isinstance(call.source, Product) and call.source.precision is not None:
-            from xent.backends.triton.fp8 import unavailable
-
-            return unavailable(array.device)
         return None
 
     def load(self) -> None:

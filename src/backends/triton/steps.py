@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import SCALES, STEPS, Block, Loaded, Part, Setting, Steps
-from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import is_dense
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.torch.shards.checks import range_check
 from xent.backends.triton import targets
-from xent.backends.triton.fp8 import GpuArithmetic
 from xent.backends.triton.geometry import Placed, Strides, in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
@@ -59,7 +57,6 @@ class TritonSteps:
     """The steps of a call, for all targets without shards, and for class targets in shards."""
 
     computes_all = tiles = overlays = True
-    arithmetic: Arithmetic = GpuArithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.inputs = setting, Inputs(setting)
@@ -146,7 +143,7 @@ class TritonSteps:
                     words[-1] = 0
                 prepared(
                     *(kind, programs, piece.logits, *piece.rows, piece.skew, grad, *piece.places),
-                    *(block.target_logits, saved, block.target_grad, words, rows, upstreams),
+                    *(block.target_logits, saved, words, rows, upstreams),
                     *(recorded, inputs.numbers, start, inputs.count, int(inputs.counts)),
                     *(inputs.ignore_index, width, share, *probabilities),
                 )
@@ -246,7 +243,7 @@ class TritonSteps:
             layout = piece.layout
             prepared(
                 *(kind, piece.number * cdiv(width + (layout.vector - 1 if layout.skewed else 0), share)),
-                *(piece.logits, *piece.rows, piece.skew, piece.grad, *piece.places, block.target_grad),
+                *(piece.logits, *piece.rows, piece.skew, piece.grad, *piece.places),
                 *(coefficients[:, piece.start :], coefficients.stride(0), rows, inputs.numbers),
                 *(first, block.first, width),
             )
@@ -349,9 +346,7 @@ def _start(setting: Setting) -> Steps:
             return TritonSteps(setting)
         if isinstance(call.target, Dense):
             return targets.ShardedSteps(setting)
-    steps = PortableSteps(setting)
-    steps.arithmetic = TritonSteps.arithmetic
-    return steps
+    return PortableSteps(setting)
 
 
 STEPS["triton"] = _start

@@ -208,8 +208,6 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
     check_unchanged(recipe.origins, looked_at=False)
     if recipe.is_moved:
         target, options = tree_map_only(Tensor, lambda each: each.to(recipe.hidden[0].device), (target, options))
-    if recipe.tracked:
-        options["precision"] = recipe.precision
 
     def task(*arrays: Any) -> Any:
         input, weight, bias = factors(recipe, *arrays)

@@ -198,8 +198,6 @@ class Recipe:
     """Of logits that replace a DTensor: replicated, or in shards over the classes."""
     is_planned: bool = False
     """Whether a tensor-parallel plan gives all ranks the same hidden states."""
-    precision: str | None = None
-    """That of losses with gradients, as in `xent.linear_cross_entropy`."""
     tracked: bool = True
     """Whether gradients were enabled, so that autograd records them if one of the origins requires a gradient."""
     hooks: tuple[Function, ...] = ()

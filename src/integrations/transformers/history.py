@@ -45,8 +45,6 @@ class History:
 
     def __init__(self, name: str) -> None:
         self.name, self.key = name, next(_keys)
-        self.precision: str | None = None
-        """That of the losses of training steps, as in `xent.linear_cross_entropy`."""
         self.head = ""
         """A sentence about a head that is not linear itself, such as PEFT's."""
         self.last: dict[bool, _Call] = {}

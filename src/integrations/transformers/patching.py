@@ -26,7 +26,6 @@ from transformers import PreTrainedModel, __version__  # pyright: ignore[reportM
 from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
 from xent.backends.torch.private import transforms_active
-from xent.core.validate import check_options
 from xent.integrations.patch import Patch, inner, name_of, replace, restore
 from xent.integrations.transformers.calls import smooth_from_hidden_states
 from xent.integrations.transformers.deferred import (
@@ -67,7 +66,7 @@ _histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDic
 _hook: list[RemovableHandle] = []
 
 
-def patch(model: nn.Module | None = None, precision: str | None = None) -> Patch:
+def patch(model: nn.Module | None = None) -> Patch:
     """Compute a transformers model's loss from its hidden states, without its logits.
 
     The head then returns deferred logits, which are computed only if something reads them. A scale or a softcap between
@@ -83,9 +82,6 @@ def patch(model: nn.Module | None = None, precision: str | None = None) -> Patch
         created later is patched, by its class or by ``from_pretrained``; models whose head cannot be patched stay
         unchanged. Patch a model after adding a PEFT adapter to the head itself, and after loading it with a
         tensor-parallel plan of transformers. With a plan the classes stay in shards and the logits are not gathered.
-    precision : {"fp8"}, optional
-        As in `xent.linear_cross_entropy`, for losses of training steps. Losses without gradients, as in evaluation, and
-        logits have the dtype of the model.
 
     Returns
     -------
@@ -109,16 +105,13 @@ def patch(model: nn.Module | None = None, precision: str | None = None) -> Patch
     ...     fused = model(tokens, labels=tokens).loss
     >>> torch.testing.assert_close(fused, plain)
     """
-    check_options("torch", {"precision": precision})
     if model is None:
-        patching = _patching(PreTrainedModel.post_init, precision)
-        return Patch(unpatch if replace(PreTrainedModel, "post_init", patching) else None)
+        return Patch(unpatch if replace(PreTrainedModel, "post_init", _patching(PreTrainedModel.post_init)) else None)
     owner = find_owner(model)
     heads = find_heads(owner)
     replace(LabelSmoother, "__call__", smooth_from_hidden_states(LabelSmoother.__call__))
     history = next(filter(None, map(history_of, heads)), None) or History("")  # an inner model's heads have one
     history.name, head = type(owner).__name__, owner.get_output_embeddings()
-    history.precision = precision
     if head not in heads:
         history.head = f" Its head is a {type(head).__module__}.{type(head).__name__}."
     _histories[owner] = history
@@ -152,14 +145,14 @@ def unpatch(model: nn.Module | None = None) -> None:
             _hook.pop().remove()
 
 
-def _patching(post_init: Callable[..., None], precision: str | None) -> Any:
+def _patching(post_init: Callable[..., None]) -> Any:
     """Return a `post_init` that patches the model."""
 
     @functools.wraps(post_init)
     def post_init_and_patch(self: Any) -> None:
         post_init(self)
         with contextlib.suppress(ValueError):  # no head, or one that cannot be patched
-            patch(self, precision)
+            patch(self)
 
     return post_init_and_patch
 
@@ -314,7 +307,6 @@ def _deferred(head: Head, input: Tensor, weight: Tensor, bias: Tensor | None) ->
             steps=added,
             placement=weight.placements[0] if in_shards(weight) and head.xent_plan is None else None,
             is_planned=is_planned,
-            precision=history.precision,
         )
     )
 

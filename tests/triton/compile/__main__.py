@@ -16,11 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from tests.triton.compile.build import TARGETS, Built, build
-from tests.triton.compile.record import Launch, check_cases, hopper, in_8_bits, record
+from tests.triton.compile.record import Launch, check_cases, hopper, record
 
 __all__ = ["main", "some_of"]
-
-_WITH_8_BITS = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def some_of(launches: Sequence[Launch], each: int | None, seed: int | None = None) -> list[Launch]:
@@ -48,12 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     launches, broken = record(check_cases(full=True))
     chosen = some_of(launches, None if options.all else options.each, options.seed)
     print(f"{len(launches)} signatures of {len({one.name for one in launches})} kernels; {len(chosen)} are compiled.")
-    work = [
-        (one, name)
-        for one in chosen
-        for name in options.targets
-        if (name == "sm_90" or not hopper(one)) and (name in _WITH_8_BITS or not in_8_bits(one))
-    ]
+    work = [(one, name) for one in chosen for name in options.targets if name == "sm_90" or not hopper(one)]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         results = list(pool.map(build, *zip(*work, strict=True), chunksize=4))
     cells = defaultdict(list)

@@ -26,7 +26,7 @@ from xent.command.check.harnesses import harness_of
 from xent.command.check.run import FUNCTIONS, cases_of
 from xent.core.call import Activation
 
-__all__ = ["Launch", "check_cases", "hopper", "in_8_bits", "rebuilt", "record"]
+__all__ = ["Launch", "check_cases", "hopper", "rebuilt", "record"]
 
 _MULTIPROCESSORS = 132
 IN_SHARDS = (
@@ -36,7 +36,6 @@ IN_SHARDS = (
     Case("linear_log_probs", (24,), 1000, "bfloat16", "", {"temperature": "rows"}, "none", hidden=32, entropy=True),
 )
 """Calls with a vocabulary in shards, which compare their rows between ranks."""
-_IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PATCHED = {"is_padded": lambda tensor: True, "looks_at_targets": lambda device: False}
 
 
@@ -79,8 +78,6 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
             for k in (3, 64):
                 largest.largest(torch.zeros(2, 5000, dtype=dtype), k, Activation())
             largest.count_above(torch.zeros(2, 5000, dtype=dtype), torch.zeros(2))
-        for reduction in ("mean", "none"):
-            _call(Case("linear_cross_entropy", (24,), 1000, "bfloat16", "", {}, reduction, hidden=32), precision="fp8")
         with _alone() as group:
             for case in IN_SHARDS:
                 _call(case, vocab_parallel=xent.VocabParallel(group, first=0, size=case.vocabulary))
@@ -91,7 +88,6 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
 def _recording(found: dict[Launch, None]) -> Iterator[None]:
     """Let backend "triton" serve CPU tensors, and add its launches to `found` instead of running them."""
     from xent.backends.triton import steps
-    from xent.backends.triton.fp8 import GpuArithmetic
 
     def launch(self: Any, kind: Any, programs: int, *arguments: Any) -> None:
         function, kinds = self._function, tuple(map(_kind, arguments))
@@ -104,11 +100,6 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         launch_partition(self)
         return torch.arange(self.setting.count), torch.tensor(self.setting.count)
 
-    launch_likeliest = GpuArithmetic.likeliest
-
-    def likeliest(self: Any, logits: torch.Tensor, count: int) -> torch.Tensor:
-        return torch.zeros_like(launch_likeliest(self, logits, count))
-
     replaced = _PATCHED | {"multiprocessors": lambda device: _MULTIPROCESSORS}
     planned.clear()
     with ExitStack() as stack:
@@ -117,7 +108,6 @@ def _recording(found: dict[Launch, None]) -> Iterator[None]:
         stack.enter_context(patch.object(launches.Launch, "__call__", launch))
         stack.callback(planned.clear)
         stack.enter_context(patch.object(steps.TritonSteps, "partition", partition))
-        stack.enter_context(patch.object(GpuArithmetic, "likeliest", likeliest))
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
             if module is not launches:
@@ -200,11 +190,6 @@ def _call_hopper() -> None:
             products.product(variant, numbers, hidden, weight, classes, None, sums)
             writing = variant._replace(writes=True)
             products.product(writing, numbers, hidden, weight, classes, sums[:, 0], grad)
-
-
-def in_8_bits(launch: Launch) -> bool:
-    """Return whether a launch has 8-bit floats, which GPUs before compute capability 8.9 do not have."""
-    return any(isinstance(kind, tuple) and kind[1] in _IN_8_BITS for kind in launch.arguments)
 
 
 def hopper(launch: Launch) -> bool:

@@ -91,7 +91,6 @@ class LogitRows:
     def __init__(self, facts: Facts, block: Block) -> None:
         self._facts, width, first = facts, block.logits.shape[1], facts.setting.first
         self._z, self._exact, self._grad = block.logits, block.target_logits, block.grad
-        self._of_target = block.target_grad
         if facts.target is None:
             return
         self._place = facts.target[:, None]
@@ -174,9 +173,6 @@ class LogitRows:
             g.mul_(self._slope)
         if coefficients["zero"] is not None:
             g.masked_fill_(coefficients["zero"][:, None], 0)
-        if self._of_target is not None:
-            self._of_target.copy_(masked(g.gather(1, self._place)[:, 0], self._elsewhere, 0))
-            self._put(g, 0.0)
         if g is not grad:
             grad.copy_(g)
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Coefficients, Loaded, Part, Setting, Steps, partitioned, smooths
 from xent.backends.torch.devices import looks_at_targets
-from xent.backends.torch.fp8 import Arithmetic
 from xent.backends.torch.memory import block_rows, logit_blocks
 from xent.backends.torch.portable.divergence import SECOND, TeacherRows, finish_divergence
 from xent.backends.torch.portable.facts import Facts, Index, at, index_of, masked
@@ -48,8 +47,6 @@ _EMPTY = {"entropy": 0, "log_sum_sq_probs": -torch.inf, "mean_logit": 0}
 
 class PortableSteps(Steps):
     """See `xent.backends.torch.contract.Steps`."""
-
-    arithmetic = Arithmetic()
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.facts, self.recorded = setting, Facts(setting), dict[str, Tensor]()
@@ -214,7 +211,7 @@ class PortableSteps(Steps):
             return
         for first, rows, place in logit_blocks(logits, grad):
             cut = slice(first, first + len(rows))
-            parts = block.target_logits, block.teacher, None, block.target_grad
+            parts = block.target_logits, block.teacher
             yield Block(rows, block.start + first, 0, place, *[at(each, cut) for each in parts])
 
     def _pieces(self, block: Block, part: Part) -> Iterator[tuple[Block, slice, Facts]]:
@@ -229,7 +226,7 @@ class PortableSteps(Steps):
         for first in range(0, max(count, 1), step):
             index, piece = slice(first, min(first + step, count)), block
             if step < count:
-                parts = block.grad, block.target_logits, block.teacher, None, block.target_grad
+                parts = block.grad, block.target_logits, block.teacher
                 piece = Block(block.logits[index], start + first, 0, *[at(field, index) for field in parts])
             rows = slice(start + index.start, start + index.stop)
             alone = part.rows is None and step >= count == self.setting.count

@@ -150,7 +150,6 @@ def gradient_kernel(
     grad_inner: "i64",
     grad_outer: "i64",
     grad_row: "i64",
-    target_grad,  # see `rows_kernel`
     coefficients,  # (6, R) float32 of `finish_kernel`, rows `sums_stride` apart
     sums_stride: "i64",
     rows,  # the class weights are those of the classes from `first_here` on
@@ -190,12 +189,8 @@ def gradient_kernel(
         _write_gradient(line, place, first, terms, weights, activation, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
-            g_y = tl.load(of_row + 2 * sums_stride)
-            if target_grad is not None:
-                tl.store(target_grad + local_row, g_y)
-                g_y = tl.full((), 0.0, tl.float32)
             tl.debug_barrier()
-            tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
+            tl.store(place + (off + y), tl.load(of_row + 2 * sums_stride).to(grad.dtype.element_ty))
 
 
 WORDS = 8
@@ -291,7 +286,6 @@ def rows_kernel(
     grad_row: "i64",
     target_logits,  # (R,) float32 or None: replace the targets' raw logits
     saved,  # (K, N) float32 or None
-    target_grad,  # (R,) float32 zeros for the gradients of the targets' logits, which are then 0 in `grad`; or None
     words,  # (rows of the launch, `Way.parts`, WORDS) int64 and a counter, all 0; or None for one program per row
     rows,
     upstreams,
@@ -411,8 +405,5 @@ def rows_kernel(
                 else:
                     _write_gradient(line, place, 0, terms, weights, activation, way, False)
                 if not GIVEN:
-                    if target_grad is not None:
-                        tl.store(target_grad + local_row, g_y, mask=has_target)
-                        g_y = tl.full((), 0.0, tl.float32)
                     tl.debug_barrier()
                     tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)
