@@ -31,7 +31,7 @@ from xent.core.spec import (
     VocabParallel,
 )
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # The function hides the package xent.backends. It gets the package's attributes, so that `xent.backends.torch` works.
 backends.__dict__ = vars(_sys.modules["xent.backends"])
