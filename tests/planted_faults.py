@@ -176,6 +176,11 @@ FAULTS = [
         "g.sub_(share[:, None] * shares)", "g.sub_(share[:, None])", (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
+        "reference of a row with a negative scale", KERNELS + "fold.py",
+        "    seen = activate(z, activation, way)\n", "    seen = z\n",
+        ("tests/triton/test_rows.py", "-k", "negative_scale"), "triton",
+    ),
+    Fault(
         "reference of long rows without its factor", PORTABLE + "rows.py",
         '{"rest", "mixed", "squares"}', '{"mixed", "squares"}', ("tests/torch/test_many_classes.py", "-k", "kinds"),
     ),

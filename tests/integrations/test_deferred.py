@@ -601,7 +601,8 @@ def test_moved_to_another_device(move: str, fused: list[tuple[int, ...]]) -> Non
     assert is_open(logits)
     if there == "cpu":
         target, elsewhere = TARGET.cpu(), MOVES[move](real, there)
-        losses = [mean(each, target, weight=NUMBERS.exp().cpu()) for each in (moved, elsewhere)]
+        weight = NUMBERS.exp().to(there, elsewhere.dtype)
+        losses = [mean(each, target, weight=weight) for each in (moved, elsewhere)]
         torch.testing.assert_close(*losses)
         torch.testing.assert_close(moved[target >= 0].argmax(-1), elsewhere[target >= 0].argmax(-1))
         torch.testing.assert_close(gradients_of(losses[0], deferring, hidden), gradients_of(losses[1], plain, hidden))

@@ -169,6 +169,25 @@ def test_upstream_gradients_of_any_layout(target: Target, layout: str, name: str
     compare(Rows(logits, classes, upstream=Upstream(**{name: upstream})))
 
 
+@pytest.mark.parametrize(*dealt(vocabulary=[67, 1001, 8201], dtype=DTYPES))
+def test_a_negative_scale_of_negative_logits(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
+    """The products are the same, and so are all bits of the results: a row's reference follows its largest product.
+
+    Rows of a multiple of 16 bytes are read twice with a negative scale, and may round differently.
+    """
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(4, vocabulary, device=target.device)).to(dtype)
+    classes = torch.randint(vocabulary, (4,), device=target.device)
+
+    def results(sign: int) -> list[Tensor]:
+        log_probs, entropy, stats = xent.log_probs(
+            *(sign * logits, classes), logit_scale=sign * 0.7, entropy=True, stats=("lse",), backend=target.name
+        )
+        return [log_probs, entropy, stats.lse]
+
+    assert all(map(torch.equal, results(1), results(-1)))
+
+
 @pytest.mark.parametrize("gap", [10.0, 25.0, 60.0])
 def test_entropy_of_a_sure_row_keeps_its_digits(target: Target, gap: float) -> None:
     """The entropy is of the order of e^-gap if the target is far above all other logits and the first block."""

@@ -252,8 +252,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
     LANES: tl.constexpr = way.block if way.skewed else way.block // way.vector
     source, off, last, whole, vocabulary = line
     z, ahead, lane_z, _lane, others = loads
-    # The largest logit has the largest x. With a negative scale it has the smallest: then m is of the target's lane.
-    seen = activate(z, activation, way) if way.capped else z
+    seen = activate(z, activation, way)
     if way.skewed or way.blocks == 1:
         classes = tl.arange(0, BLOCK) - off
         inside = (classes >= 0) & (classes < vocabulary)
@@ -262,7 +261,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
         seen = tl.where(inside, seen, -float("inf"))
     # If the target is the largest, take another class of its lane. Indices of classes, to leave out the target alone,
     # would stay in registers during the loop, and its loads would start late.
-    top = tl.max(seen, 0) * (1.0 if way.capped else activation[0])
+    top = tl.max(seen, 0)
     near = tl.max(tl.where(others, activate(lane_z, activation, way), -float("inf")), 0)
     m = finite(tl.where(x_y < top - 1, top, near))
     zero = tl.zeros([LANES], tl.float32)
@@ -278,7 +277,7 @@ def row_sums(line, loads, y, x_y, weights, activation, way: tl.constexpr):
     sums = _joined(lanes, off, loads, m, weights, activation, way, way.exact)
     rest = sums[0]
     total = rest + tl.math.exp2(exponent(x_y, m, way.exact))
-    fits = (rest >= SMALLEST) & (total < tl.where((m == 0) | (activation[0] < 0), LARGEST_FROM_0, LARGEST))
+    fits = (rest >= SMALLEST) & (total < tl.where(m == 0, LARGEST_FROM_0, LARGEST))
     if (fits & (way.exact | (tl.abs(m) < FAR))) == 0:
         peak = tl.full([BLOCK], -float("inf"), tl.float32)
         for first in range(0, last + 1, BLOCK):
