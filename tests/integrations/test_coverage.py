@@ -116,7 +116,7 @@ NOT_FUSED = {
 """Models whose training warns -> part of the warning."""
 
 ROUNDED = ("DiffLlamaForCausalLM", "DogeForCausalLM")
-"""Models whose attention amplifies rounding errors."""
+"""Models whose attention amplifies rounding errors: gradients are compared with those in float64."""
 
 CLASSES = [
     *[f"{name}ForCausalLM" for name in CAUSAL],
@@ -170,6 +170,7 @@ def test_number_of_supported_families() -> None:
 def test_training(name: str, fused: list[tuple[int, ...]]) -> None:
     model, inputs = make(name), inputs_of(name)
     plain, expected = gradients(model, inputs)
+    exact = gradients(copy.deepcopy(model).double(), inputs)[1] if name in ROUNDED else None
     patch(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -177,7 +178,10 @@ def test_training(name: str, fused: list[tuple[int, ...]]) -> None:
         logits = read(patched.logits) + 0
         torch.optim.SGD(model.parameters()).step()
     torch.testing.assert_close(patched.loss, plain.loss, rtol=1e-6, atol=0)
-    assert worst_difference(found, expected) <= (1e-4 if name in ROUNDED else 1e-5)
+    if exact is None:
+        assert worst_difference(found, expected) <= 1e-5
+    else:
+        assert worst_difference(found, exact) <= 2 * worst_difference(expected, exact)
     assert torch.equal(logits, plain.logits)
     said = [str(warning.message) for warning in caught if "as without xent" in str(warning.message)]
     if name in NOT_FUSED:
