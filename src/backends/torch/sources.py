@@ -16,7 +16,7 @@ from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, pad
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part", "most_columns", "part_rows"]
+__all__ = ["Computed", "Logits", "Stored", "at_once", "fold_tiles", "in_one_part"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -51,7 +51,7 @@ class Stored:
                 self._gradients[..., width:] = 0
         size = self._teacher.bytes_per_row if self._teacher else 0
         return (
-            part_rows(self._setting, size, 1, _workspace(self._setting, size)) if size else max(self._setting.count, 1)
+            _part_rows(self._setting, size, 1, _workspace(self._setting, size)) if size else max(self._setting.count, 1)
         )
 
     def start(self, schedule: Schedule) -> None:
@@ -141,16 +141,16 @@ class Computed(Stored):
         if self._dtype != compute and self.needs_gradient and not self._overlays:
             size += compute.itemsize
         if shards is not None or is_divergence:  # the same on every rank
-            columns = most_columns(setting, columns)
+            columns = _most_columns(setting, columns)
         if is_divergence:
             more = self._teacher.bytes_per_row if self._teacher else 0
-            return part_rows(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
+            return _part_rows(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
         if shards is None and workspace is None and setting.device.type != "cpu":
             # With wider logits a part has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // compute.itemsize
-        rows = part_rows(setting, columns, size, workspace)
+        rows = _part_rows(setting, columns, size, workspace)
         self.overlaps = shards is not None and setting.upstream is None and rows < setting.count
-        return part_rows(setting, columns, size + self._dtype.itemsize, workspace) if self.overlaps else rows
+        return _part_rows(setting, columns, size + self._dtype.itemsize, workspace) if self.overlaps else rows
 
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule, and allocate the gradients."""
@@ -291,7 +291,7 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
     if source.input.dtype != compute or source.weight.dtype != compute:
         return False
     columns = padded_columns(setting.width, setting.device)
-    return part_rows(setting, columns, compute.itemsize, source.workspace) >= setting.count
+    return _part_rows(setting, columns, compute.itemsize, source.workspace) >= setting.count
 
 
 def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
@@ -338,7 +338,7 @@ class Logits:
         if isinstance(source, Product):
             self._classifier = Classifier(source, setting.width)
             self._dtype = wide(self._classifier.compute)
-            self.bytes_per_row = most_columns(setting, self._classifier.columns) * self._dtype.itemsize
+            self.bytes_per_row = _most_columns(setting, self._classifier.columns) * self._dtype.itemsize
         self._part: Part | None = None
         self._room = torch.empty(0)
 
@@ -356,7 +356,7 @@ class Logits:
         return self._room[start:stop, : self._classifier.classes]
 
 
-def most_columns(setting: Setting, columns: int) -> int:
+def _most_columns(setting: Setting, columns: int) -> int:
     """Return the columns of the logits of a rank: in shards a number that is the same on every rank."""
     shards = setting.call.shards
     return columns if shards is None else padded_columns(-(-setting.vocabulary // shards.group.size()), setting.device)
@@ -368,7 +368,7 @@ def _workspace(setting: Setting, size: int, requested: int | None = None) -> int
     return requested or max(_WORKSPACE_CPU if setting.device.type == "cpu" else largest, _FEWEST_ROWS * size)
 
 
-def part_rows(setting: Setting, columns: int, size: int, workspace: int | None) -> int:
+def _part_rows(setting: Setting, columns: int, size: int, workspace: int | None) -> int:
     """Return the rows of a part whose logits have `columns` columns of `size` bytes."""
     source, device = setting.call.source, setting.device
     rounds = False
