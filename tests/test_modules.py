@@ -20,6 +20,11 @@ def modules(target: Target) -> Any:
     return importlib.import_module(f"xent.integrations.{target.backend.framework}")
 
 
+def on_device(target: Target, module: Any) -> Any:
+    """Return a module with its weights where the arrays of the tests are. MLX has one default device for all."""
+    return module.to(target.device) if target.backend.framework == "torch" else module
+
+
 def test_options_reach_the_loss(target: Target, modules: Any) -> None:
     drawn = RNG.normal(size=(2, 5, CLASSES)), LABELS, RNG.random((2, 5)), RNG.random(CLASSES)
     logits, labels, sample, weight = target.arrays(*drawn)
@@ -39,12 +44,13 @@ def test_options_reach_the_loss(target: Target, modules: Any) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_loss_owns_its_classifier(target: Target, modules: Any, bias: bool) -> None:
     hidden, labels, weight = target.arrays(HIDDEN, LABELS, RNG.random(CLASSES))
-    module = modules.LinearCrossEntropyLoss(WIDTH, CLASSES, bias=bias, shift=1, workspace=200, weight=weight)
+    arguments = {"bias": bias, "shift": 1, "workspace": 200, "weight": weight}
+    module = on_device(target, modules.LinearCrossEntropyLoss(WIDTH, CLASSES, **arguments))
     head = {"linear_bias": module.linear.bias} if bias else {}
     expected = xent.linear_cross_entropy(hidden, module.linear.weight, labels, shift=1, weight=weight, **head)
     target.close(module(hidden, labels), expected, rtol=1e-6)
     assert "shift=1" in repr(module)
-    heads = modules.LinearCrossEntropyLoss(WIDTH, CLASSES, shift=[1, 2], head_weight=[1, 0.5])
+    heads = on_device(target, modules.LinearCrossEntropyLoss(WIDTH, CLASSES, shift=[1, 2], head_weight=[1, 0.5]))
     given = {"shift": (1, 2), "head_weight": (1, 0.5)}
     target.same(heads(hidden, labels[0]), xent.linear_cross_entropy(hidden, heads.linear.weight, labels[0], **given))
     assert "shift=[1, 2], head_weight=[1, 0.5]" in repr(heads)

@@ -41,7 +41,10 @@ def test_statistics_equal_the_reference(target: Target, case: Case) -> None:
 
 
 def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
-    """Compare all statistics with the reference, and log-probabilities. Loss and log-probabilities do not change."""
+    """Compare all statistics with the reference, and log-probabilities. Loss and log-probabilities do not change.
+
+    The last bits of a loss may: with statistics it is computed by another of Triton's kernels.
+    """
     inputs, names = make_inputs(case), STAT_NAMES if case.function in FUNCTIONS else WITHOUT_RANK
     call, arrays = call_of(target, case, inputs, stats=names)
     *made, stats = call(*arrays)
@@ -51,7 +54,8 @@ def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
     )
     plain = call_of(target, case, inputs, stats=())[0](*arrays)
     for one, alone, other in zip(made, plain if isinstance(plain, tuple) else (plain,), right, strict=True):
-        target.same(one, alone)
+        differs = target.name == "triton" and target.device == "cuda" and case.function not in LOG_PROBS
+        target.close(one, alone, rtol=2.0**-21 if differs else 0, atol=0)
         if case.function in LOG_PROBS:
             target.close(one, other, rtol=5e-6, atol=5e-6)
     assert {field.name for field in fields(stats) if getattr(stats, field.name) is not None} == {*names}
@@ -61,7 +65,9 @@ def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
         if name in ("predictions", "count"):
             np.testing.assert_array_equal(found, truth, err_msg=name)
         else:
-            size = max(1, np.abs(truth).max(initial=0))
+            # The mean is taken of differences from the largest logit, whose size the log-sum-exp has. Tiles round it.
+            scale = expected.lse if name == "mean_logit" and case.workspace is not None else truth
+            size = max(1, np.abs(scale).max(initial=0))
             np.testing.assert_allclose(found, truth, rtol=close, atol=close * size, err_msg=name)
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import xent
 from xent.backends.torch import planned
+from xent.backends.torch.codec import places_of
 from xent.backends.torch.plan import Plan
-from xent.core.call import ArraySlot, Call, Classes, Given
+from xent.backends.torch.prepare import prepare
+from xent.core.call import Allowed, ArraySlot, Call, Classes, Given
 
 D, V = 4, 11
 
@@ -165,3 +167,13 @@ def test_threads_share_plans() -> None:
     for thread in threads:
         thread.join()
     assert (wrong, len(plans())) == ([], 1)
+
+
+def test_a_call_without_rows_has_its_tensors_where_a_call_with_rows_has_them() -> None:
+    """The values in a support on an accelerator are not checked. A plan records once where a call has tensors."""
+    calls = []
+    for rows in (3, 0):
+        logits = torch.empty(rows, V, device="meta")
+        classes = [torch.empty(size, dtype=torch.int64, device="meta") for size in (rows, 2 * rows, rows + 1)]
+        calls.append(prepare(Call(Given(logits, 1), Allowed(*classes)), (True,)))
+    assert places_of(calls[0]) == places_of(calls[1])

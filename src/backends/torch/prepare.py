@@ -217,7 +217,7 @@ def _support(
     if target.begin is not None:
         return target
     begin, end, broken = target.offsets[:-1], target.offsets[1:], None
-    if not looks and len(begin):
+    if not looks:
         offsets = target.offsets.to(torch.int64)
         rising = offsets.clamp(0, len(target.classes)).cummax(0).values
         rising[:1].zero_()  # a number assigned to an element would be copied from the host

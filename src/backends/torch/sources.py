@@ -317,7 +317,7 @@ def at_once(setting: Setting, steps: Steps) -> list[Tensor | None]:
         torch.addmm(bias, loaded.hidden, weight.t(), out=room)
     logits = room[:, :width] if missing else room
     steps.whole_rows(Block(logits, 0, 0, logits, loaded.target_logits), part, None)
-    if missing and loaded.hidden is not loaded.trained:
+    if missing and not (needs[1] and loaded.hidden is loaded.trained):
         room[:, width:] = 0  # it is NaN if the hidden states of a row without a gradient are
     of_input = torch.mm(room, weight) if needs[0] else None
     if of_input is not None and source.input.dim() != 2:
