@@ -286,12 +286,12 @@ def main() -> None:
         square = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
         for way, parallelise_mesh in MESHES.items():
             compare_on_mesh(parallelise_mesh, square)
-            print(f"compared: {way}", flush=True)
+            print(f"compared: {way}\n", end="", flush=True)  # one write: ranks may share a pipe
         return
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
     for way, (name, parallelise, why) in LAYOUTS.items():
         compare(name, parallelise, why, mesh)
-        print(f"compared: {way}", flush=True)
+        print(f"compared: {way}\n", end="", flush=True)  # one write: ranks may share a pipe
     compare_compiled(mesh)
 
 
