@@ -276,6 +276,16 @@ FAULTS = [
         "if missing and loaded.hidden is not loaded.trained:", (SKIPPED, "-k", "padding"), "triton",
     ),
     Fault(
+        "launch of another number of classes", "backends/triton/steps.py",
+        'key = "rows", width, piece.layout,', 'key = "rows", piece.layout,', (EAGER, "-k", "any_number_of_classes"),
+        "triton",
+    ),
+    Fault(
+        "bias of another dtype added to the product", "backends/torch/sources.py",
+        "for factor in (source.input, source.weight, source.bias)", "for factor in (source.input, source.weight)",
+        (EAGER, "-k", "each_factor"), "triton",
+    ),
+    Fault(
         "a support without rows has fewer tensors", "backends/torch/prepare.py",
         "    if not looks:\n        offsets =", "    if not looks and len(begin):\n        offsets =",
         ("tests/torch/test_plans.py", "-k", "without_rows"),

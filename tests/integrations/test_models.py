@@ -121,6 +121,23 @@ def test_causal_lm_loss(name: str, count: Any, fused: list[tuple[int, ...]]) -> 
     agree(name, inputs, fused, loss_function=causal_lm_loss)
 
 
+def test_causal_lm_loss_moves_a_count_from_another_accelerator() -> None:
+    """With a `device_map` over several GPUs the Trainer's count of tokens may be on another one than the logits."""
+    moved_to = []
+
+    class OnAnotherGPU(Tensor):
+        is_cpu = False
+
+        def to(self, device: Any) -> Tensor:  # type: ignore[override]
+            moved_to.append(device)
+            return torch.tensor(37)
+
+    logits, labels = torch.randn(2, 5, 96), torch.randint(96, (2, 5))
+    found = causal_lm_loss(logits, labels, 96, num_items_in_batch=torch.tensor(0).as_subclass(OnAnotherGPU))
+    assert moved_to == [logits.device]
+    assert found == causal_lm_loss(logits, labels, 96, num_items_in_batch=37)
+
+
 def test_wrong_labels() -> None:
     model, inputs = make("llama"), batch()
     inputs["labels"] = inputs["labels"][:, :-2]

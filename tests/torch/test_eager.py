@@ -53,6 +53,30 @@ def test_results_equal_the_custom_operations(target: Target, function: str, redu
 
 @each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"probabilities": True}], ids=str)
+def test_custom_operations_of_any_number_of_classes(
+    target: Target, function: str, reduction: str, options: dict[str, Any]
+) -> None:
+    """Calls in one graph or mode with the same dtypes share a plan, and may have other sizes of every axis."""
+    torch.manual_seed(0)
+    given = dict(options)
+    probabilities = given.pop("probabilities", False)
+    for rows, width, vocabulary in ((3, 8, 104), (2, 24, 3000), (3, 8, 40)):
+        shapes = [(rows, vocabulary)] if function == "cross_entropy" else [(rows, width), (vocabulary, width)]
+        leaves = [torch.randn(shape, device=target.device).requires_grad_() for shape in shapes]
+        classes = torch.randint(vocabulary, (rows,), device=target.device)
+        if probabilities:
+            classes = torch.rand(rows, vocabulary, device=target.device)
+        outcome = []
+        for mode in (None, Watching()):
+            with mode or torch.enable_grad():
+                loss = loss_of(target, function, leaves, classes, reduction=reduction, **given)
+            outcome.append([loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))])
+        torch.testing.assert_close(*outcome, rtol=1e-6, atol=1e-7)
+
+
+@each_loss
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_hooks_see_all_saved_tensors(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
     """The unpacked tensors are used, which hooks may have moved to other memory or to disk."""
@@ -173,6 +197,30 @@ def test_autocast_does_not_change_float32_logits(target: Target, reduction: str,
         with torch.autocast(target.device, torch.bfloat16, enabled=kinds in ("backward", "both")):
             outcome.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
     assert all(map(torch.equal, *outcome))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("wide", [(0,), (1,), (2,), (0, 1, 2), ()], ids=str)
+def test_autocast_converts_each_factor(target: Target, reduction: str, wide: tuple[int, ...]) -> None:
+    """`wide`: which of hidden states, classifier and bias are float32, the others have the dtype of autocast."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(shape, device=target.device) for shape in ((5, 8), (11, 8), (11,))]
+    classes = torch.tensor([0, 3, -100, 10, 7], device=target.device)
+
+    def outcome(wide: tuple[int, ...]) -> list[Tensor]:
+        leaves = [
+            (leaf if index in wide else leaf.bfloat16()).requires_grad_()
+            for index, leaf in enumerate(leaf.bfloat16().float() for leaf in drawn)
+        ]
+        with torch.autocast(target.device, torch.bfloat16):
+            loss = xent.linear_cross_entropy(
+                *leaves[:2], classes, linear_bias=leaves[2], reduction=reduction, backend=target.name
+            )
+        gradients = torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+        assert [gradient.dtype for gradient in gradients] == [leaf.dtype for leaf in leaves]
+        return [loss.detach(), *(gradient.float() for gradient in gradients)]
+
+    torch.testing.assert_close(outcome(wide), outcome(()), rtol=2.0**-7, atol=2.0**-8)
 
 
 @each_loss

@@ -72,6 +72,21 @@ def test_bfloat16_gradient_of_a_classifier_in_64_chunks() -> None:
     assert (found.double() - truth).norm() <= 1.5 * (plain.double() - truth).norm()
 
 
+def test_backward_pass_of_a_linear_loss_allocates_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradient takes the same memory."""
+    x, w = torch.randn(N, D).requires_grad_(), torch.randn(V, D).requires_grad_()
+    loss = xent.linear_cross_entropy(x, w, torch.arange(N) % V, reduction="none", backend="torch")
+    sizes, empty = [], torch.empty
+
+    def allocated(*size: Any, **options: Any) -> Tensor:
+        sizes.append(empty(*size, **options).numel())
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    loss.sum().backward()
+    assert sizes.count(N * V) == 1, sizes
+
+
 MIB = 2**20
 ROWS, CLASSES = 512, 32000
 LOGITS = f"x = torch.randn({ROWS}, {CLASSES}).requires_grad_(); y = torch.randint({CLASSES}, ({ROWS},))"

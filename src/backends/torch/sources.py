@@ -207,7 +207,8 @@ class Computed(Stored):
     def differentiate(self, loaded: Loaded, coefficients: Coefficients) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
         if loaded.logits is None and self._classifier.quantized is None:
-            loaded.grad = self._room("grad", loaded.part, self._setting.compute)
+            compute = self._setting.compute  # if logits are stored after all, they may have the same memory
+            loaded.grad = self._room(self._turn if self._dtype == compute else "grad", loaded.part, compute)
             if self._steps.gradient_product(self._classifier, loaded, coefficients, loaded.grad):
                 return
         super().differentiate(loaded, coefficients)
@@ -288,7 +289,7 @@ def in_one_part(setting: Setting, steps: Steps) -> bool:
         return False
     if not isinstance(source.weight, Tensor) or exact(setting.call):
         return False
-    if source.input.dtype != compute or source.weight.dtype != compute:
+    if any(factor is not None and factor.dtype != compute for factor in (source.input, source.weight, source.bias)):
         return False
     columns = padded_columns(setting.width, setting.device)
     return _part_rows(setting, columns, compute.itemsize, source.workspace) >= setting.count

@@ -154,7 +154,7 @@ class TritonSteps:
         itemsize, launches = piece.logits.itemsize, inputs.decisions.launches
         half, writes, width = itemsize == 2, piece.grad is not None, self.setting.vocabulary
         quick = inputs.quick(half)
-        key = "rows", piece.layout, itemsize, writes, saves, quick, plain
+        key = "rows", width, piece.layout, itemsize, writes, saves, quick, plain
         if key not in launches:
             more = {"exact": not half, "quick": quick, "scaled": inputs.decisions.scaled}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers

@@ -336,7 +336,13 @@ def causal_lm_loss(
     if len(target) != len(flat):
         raise ValueError(f"labels must hold one token for each of the {len(flat)} positions, got {len(target)}")
     call: Function = _loss if is_open(flat) else xent.cross_entropy
-    return call(flat, target, ignore_index=ignore_index, normalizer=num_items_in_batch)  # type: ignore[no-any-return]
+    normalizer = _beside(num_items_in_batch, logits)
+    return call(flat, target, ignore_index=ignore_index, normalizer=normalizer)  # type: ignore[no-any-return]
+
+
+def _beside(number: Any, logits: Any) -> Any:
+    """Return a number, on the device of the logits if it is on another accelerator."""
+    return number.to(logits.device) if isinstance(number, Tensor) and not number.is_cpu else number
 
 
 def smooth_from_hidden_states(smooth: Function) -> Function:
@@ -352,7 +358,8 @@ def smooth_from_hidden_states(smooth: Function) -> Function:
             labels,
             ignore_index=self.ignore_index,
             label_smoothing=self.epsilon,
-            normalizer=kwargs.get("num_items_in_batch"),  # older releases of transformers 5 do not pass it
+            # Older releases of transformers 5 do not pass it.
+            normalizer=_beside(kwargs.get("num_items_in_batch"), logits),
             shift=int(shift_labels),
         )
 
