@@ -96,7 +96,7 @@ class TritonSteps:
         trained = torch.empty(count, size, dtype=source.compute, device=inputs.device) if source.needs[1] else None
         if count and (rounded or trained is not None or checks is not None):
             constants = {"BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
-            self.launch("select", select_kernel, constants, num_warps=4)(
+            self.launch(("select", size), select_kernel, constants, num_warps=4)(
                 *(kind, count, hidden, *hidden.stride(), weight, *weight.stride()),
                 *(absent(inputs.device) if bias is None else bias.contiguous(), trained, target_logits, checks),
                 *(rows._replace(class_weight=None, total_weight=None), start, inputs.ignore_index, inputs.limit),
@@ -266,12 +266,12 @@ class TritonSteps:
         prepared: tuple[Launch, int] = launches[key]
         return prepared
 
-    def launch(self, name: str, function: Kernel, constants: Mapping[str, object], **options: object) -> Launch:
-        """Return the launch of a kernel whose constants are the same in all calls of a plan."""
+    def launch(self, key: object, function: Kernel, constants: Mapping[str, object], **options: object) -> Launch:
+        """Return the launch of a kernel whose constants are the same in all calls of a plan with this key."""
         launches = self.inputs.decisions.launches
-        if name not in launches:
-            launches[name] = Launch(function, constants, **options)
-        prepared: Launch = launches[name]
+        if key not in launches:
+            launches[key] = Launch(function, constants, **options)
+        prepared: Launch = launches[key]
         return prepared
 
     fold_product, gradient_product = fold_product, gradient_product
