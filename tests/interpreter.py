@@ -1,4 +1,4 @@
-"""Patches for Triton's interpreter: make it round like a GPU, and make it faster; and pad stored logits as on CUDA.
+"""Patches for Triton's interpreter: make it round like a GPU, and make it faster.
 
 It rounds float32 to bfloat16 toward zero, while GPUs round to nearest. It computes with NumPy, which warns of
 infinities and NaN. It replaces the functions of Triton's language at every call of a function in a kernel, although
@@ -18,14 +18,9 @@ __all__ = ["prepare"]
 
 
 def prepare() -> None:
-    """Make the interpreter round like a GPU, and patch the language once per launch. Pad stored logits as on CUDA."""
-    import torch
+    """Make the interpreter round like a GPU, and patch the language once per launch."""
     from triton.runtime import interpreter
 
-    from xent.backends.torch import products, sources
-
-    padded = products.padded_columns
-    products.padded_columns = sources.padded_columns = lambda classes, device: padded(classes, torch.device("cuda"))
     interpreter._convert_float = _round_to_nearest(interpreter._convert_float)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     prepare_types()

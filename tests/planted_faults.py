@@ -281,6 +281,11 @@ FAULTS = [
         "triton",
     ),
     Fault(
+        "kind of class weights that are copied", "backends/triton/inputs.py",
+        "class_weight = None if options.weight is None else weight", "class_weight = options.weight",
+        ("tests/triton/test_launches.py",), "triton",
+    ),
+    Fault(
         "bias of another dtype added to the product", "backends/torch/sources.py",
         "for factor in (source.input, source.weight, source.bias)", "for factor in (source.input, source.weight)",
         (EAGER, "-k", "each_factor"), "triton",

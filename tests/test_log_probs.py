@@ -198,6 +198,14 @@ def test_huge_temperature_gives_zero_divergence(target: Target) -> None:
     target.close(found, 0, atol=1e-6)
 
 
+def test_huge_softcap_at_a_low_temperature(target: Target) -> None:
+    """Their quotient is no float32 number."""
+    logits, classes = target.arrays(1e-11 * np.random.default_rng(0).normal(size=(5, 9)), np.arange(5))
+    options = {"temperature": 1e-10, "backend": target.name}
+    found, expected = (xent.log_probs(logits, classes, **options, **more) for more in ({"softcap": 1e30}, {}))
+    target.close(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [1e30, 3e38, 1.7e308])
 @pytest.mark.parametrize("kind", ["number", "array"])
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])

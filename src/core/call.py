@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from xent.core.spec import Array, Scalar
+from xent.core.spec import Array, Scalar, bounded
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -214,7 +214,7 @@ def without_temperature(call: Call) -> Call:
 
 def _without_temperature(activation: Activation) -> Activation:
     scale, softcap, temperature = activation
-    return Activation(_wide(scale) / temperature, None if softcap is None else _wide(softcap) / temperature)
+    return Activation(_wide(scale) / temperature, None if softcap is None else bounded(_wide(softcap) / temperature))
 
 
 def _wide(value: Scalar) -> Scalar:

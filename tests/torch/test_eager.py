@@ -75,6 +75,22 @@ def test_custom_operations_of_any_number_of_classes(
         torch.testing.assert_close(*outcome, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("option", ["normalizer", "sample_weight"])
+def test_custom_operation_of_a_top_k_teacher_and_a_tensor_without_axes(target: Target, option: str) -> None:
+    logits, teacher = torch.randn(3, 8, device=target.device), torch.tensor([[0, 1]], device=target.device)
+    log_probs, number = torch.full((1, 2), -1.2, device=target.device), torch.tensor(0.7, device=target.device)
+    if option == "sample_weight":
+        logits, teacher, log_probs = logits[0], teacher[0], log_probs[0]
+    else:
+        teacher, log_probs = teacher.expand(3, 2), log_probs.expand(3, 2)
+    found = []
+    for mode in (None, Watching()):
+        with mode or torch.enable_grad():
+            given = xent.TopKTeacher(teacher, log_probs)
+            found.append(xent.divergence(logits, given, backend=target.name, **{option: number}))
+    assert torch.equal(*found)
+
+
 @each_loss
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
-from xent.backends.torch import sources
+from xent.backends.torch import products, sources
 
 ROWS, WIDTH, V = 8, 8, 72
 CALLS: list[tuple[dict[str, Any], bool, int]] = [
@@ -66,22 +66,27 @@ def test_hidden_states_of_ignored_rows_have_no_effect(
     assert torch.equal(hidden.nan_to_num(7), kept.nan_to_num(7))
 
 
-@pytest.mark.parametrize("trained", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_hidden_states_of_ignored_rows_have_no_effect_through_padding(
-    target: Target, trained: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    target: Target, trained: tuple[int, ...], reduction: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits on CUDA have more columns than classes, for alignment. `trained`: hidden states, classifier."""
-    monkeypatch.setattr(sources, "padded_columns", lambda classes, device: -(-classes // 64) * 64)
+    """Logits on CUDA have more columns than classes, for alignment. `trained`: hidden states, classifier, bias."""
+    for module in (sources, products):
+        monkeypatch.setattr(module, "padded_columns", lambda classes, device: -(-classes // 64) * 64)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(rows, WIDTH, device=target.device) for rows in (ROWS, 11))
-    classes = torch.arange(ROWS, device=target.device)
+    arrays, classes = (hidden, weight, torch.randn(11, device=target.device)), torch.arange(ROWS, device=target.device)
     classes[2:5] = -100
+    options = {"reduction": reduction, "workspace": -(-ROWS // chunks) * 64 * 4, "backend": target.name}
     found = []
     for value in (1.0, torch.nan):
         hidden[2:5] = value
-        leaves = [leaf.requires_grad_(index in trained) for index, leaf in enumerate((hidden.clone(), weight.clone()))]
-        loss = xent.linear_cross_entropy(*leaves, classes, backend=target.name)
-        found.append(torch.autograd.grad(loss, [leaves[index] for index in trained]))
+        leaves = [array.clone().requires_grad_(index in trained) for index, array in enumerate(arrays)]
+        loss = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
+        gradients = torch.autograd.grad(loss, [leaves[index] for index in trained], torch.ones_like(loss))
+        found.append([loss.detach(), *gradients])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 

@@ -58,7 +58,7 @@ def _planned(
 ) -> tuple[Plan, Call, bool]:
     """Return the plan of an operation, its call, and whether the plan is new."""
     facts = [
-        (tensor.dtype, tensor.device, tensor.shape[-1] if '"TopK"' in form else tensor.dim(), tensor.data_ptr() % 16)
+        (tensor.dtype, tensor.device, tensor.shape[-1:] if '"TopK"' in form else tensor.dim(), tensor.data_ptr() % 16)
         for tensor in tensors
     ]
     key = (form, tuple(requested), kernel, skips, *facts)

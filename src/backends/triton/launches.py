@@ -248,8 +248,9 @@ class Launch:
             return
         compiled = function[(programs,)](*arguments, **self._constants, **self._options)
         if isinstance(compiled, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
-            self._compiled[kind] = compiled
+            # First the constants: other threads may see the kernel at once.
             self._in_order = tuple([self._constants[name] for name in function.arg_names[len(arguments) :]])
+            self._compiled[kind] = compiled
 
 
 def launch(
