@@ -43,7 +43,7 @@ def test_statistics_equal_the_reference(target: Target, case: Case) -> None:
 def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
     """Compare all statistics with the reference, and log-probabilities. Loss and log-probabilities do not change.
 
-    The last bits of a loss may: with statistics it is computed by another of Triton's kernels.
+    The last bits of a linear loss may: with statistics Triton compiles another kernel for it.
     """
     inputs, names = make_inputs(case), STAT_NAMES if case.function in FUNCTIONS else WITHOUT_RANK
     call, arrays = call_of(target, case, inputs, stats=names)
@@ -54,7 +54,7 @@ def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
     )
     plain = call_of(target, case, inputs, stats=())[0](*arrays)
     for one, alone, other in zip(made, plain if isinstance(plain, tuple) else (plain,), right, strict=True):
-        differs = target.name == "triton" and target.device == "cuda" and case.function not in LOG_PROBS
+        differs = target.name == "triton" and target.device == "cuda" and case.function == "linear_cross_entropy"
         target.close(one, alone, rtol=2.0**-21 if differs else 0, atol=0)
         if case.function in LOG_PROBS:
             target.close(one, other, rtol=5e-6, atol=5e-6)

@@ -59,36 +59,34 @@ def test_custom_operations_of_any_number_of_classes(
 ) -> None:
     """Calls in one graph or mode with the same dtypes share a plan, and may have other sizes of every axis."""
     torch.manual_seed(0)
-    given = dict(options)
-    probabilities = given.pop("probabilities", False)
+    call_options = {name: value for name, value in options.items() if name != "probabilities"}
     for rows, width, vocabulary in ((3, 8, 104), (2, 24, 3000), (3, 8, 40)):
         shapes = [(rows, vocabulary)] if function == "cross_entropy" else [(rows, width), (vocabulary, width)]
         leaves = [torch.randn(shape, device=target.device).requires_grad_() for shape in shapes]
         classes = torch.randint(vocabulary, (rows,), device=target.device)
-        if probabilities:
+        if "probabilities" in options:
             classes = torch.rand(rows, vocabulary, device=target.device)
-        outcome = []
+        results = []
         for mode in (None, Watching()):
             with mode or torch.enable_grad():
-                loss = loss_of(target, function, leaves, classes, reduction=reduction, **given)
-            outcome.append([loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))])
-        torch.testing.assert_close(*outcome, rtol=1e-6, atol=1e-7)
+                loss = loss_of(target, function, leaves, classes, reduction=reduction, **call_options)
+            results.append([loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))])
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("option", ["normalizer", "sample_weight"])
 def test_custom_operation_of_a_top_k_teacher_and_a_tensor_without_axes(target: Target, option: str) -> None:
-    logits, teacher = torch.randn(3, 8, device=target.device), torch.tensor([[0, 1]], device=target.device)
+    logits, ids = torch.randn(3, 8, device=target.device), torch.tensor([[0, 1]], device=target.device)
     log_probs, number = torch.full((1, 2), -1.2, device=target.device), torch.tensor(0.7, device=target.device)
     if option == "sample_weight":
-        logits, teacher, log_probs = logits[0], teacher[0], log_probs[0]
+        logits, ids, log_probs = logits[0], ids[0], log_probs[0]
     else:
-        teacher, log_probs = teacher.expand(3, 2), log_probs.expand(3, 2)
-    found = []
+        ids, log_probs = ids.expand(3, 2), log_probs.expand(3, 2)
+    teacher, losses = xent.TopKTeacher(ids, log_probs), []
     for mode in (None, Watching()):
         with mode or torch.enable_grad():
-            given = xent.TopKTeacher(teacher, log_probs)
-            found.append(xent.divergence(logits, given, backend=target.name, **{option: number}))
-    assert torch.equal(*found)
+            losses.append(xent.divergence(logits, teacher, backend=target.name, **{option: number}))
+    assert torch.equal(*losses)
 
 
 @each_loss

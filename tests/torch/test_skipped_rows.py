@@ -80,14 +80,14 @@ def test_hidden_states_of_ignored_rows_have_no_effect_through_padding(
     arrays, classes = (hidden, weight, torch.randn(11, device=target.device)), torch.arange(ROWS, device=target.device)
     classes[2:5] = -100
     options = {"reduction": reduction, "workspace": -(-ROWS // chunks) * 64 * 4, "backend": target.name}
-    found = []
+    results_of_values = []
     for value in (1.0, torch.nan):
         hidden[2:5] = value
         leaves = [array.clone().requires_grad_(index in trained) for index, array in enumerate(arrays)]
         loss = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
         gradients = torch.autograd.grad(loss, [leaves[index] for index in trained], torch.ones_like(loss))
-        found.append([loss.detach(), *gradients])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        results_of_values.append([loss.detach(), *gradients])
+    torch.testing.assert_close(*results_of_values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])

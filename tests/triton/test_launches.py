@@ -32,6 +32,6 @@ def test_kind_tells_the_alignment_of_class_weights(
         assert weight.data_ptr() % 16 == 4
         leaf = logits.clone().requires_grad_()
         with FlopCounterMode(display=False) if is_operation else torch.enable_grad():
-            loss = xent.cross_entropy(leaf, classes, weight=weight, label_smoothing=0.1, backend=target.name)
+            loss = xent.cross_entropy(leaf, classes, weight=weight, label_smoothing=0.1, backend="triton")
         loss.backward()
-    assert len(seen) > 1 or target.name != "triton"
+    assert len(seen) > 1

@@ -336,11 +336,11 @@ def causal_lm_loss(
     if len(target) != len(flat):
         raise ValueError(f"labels must hold one token for each of the {len(flat)} positions, got {len(target)}")
     call: Function = _loss if is_open(flat) else xent.cross_entropy
-    normalizer = _beside(num_items_in_batch, logits)
+    normalizer = _on_device_of(num_items_in_batch, logits)
     return call(flat, target, ignore_index=ignore_index, normalizer=normalizer)  # type: ignore[no-any-return]
 
 
-def _beside(number: Any, logits: Any) -> Any:
+def _on_device_of(number: Any, logits: Any) -> Any:
     """Return a number, on the device of the logits if it is on another accelerator."""
     return number.to(logits.device) if isinstance(number, Tensor) and not number.is_cpu else number
 
@@ -359,7 +359,7 @@ def smooth_from_hidden_states(smooth: Function) -> Function:
             ignore_index=self.ignore_index,
             label_smoothing=self.epsilon,
             # Older releases of transformers 5 do not pass it.
-            normalizer=_beside(kwargs.get("num_items_in_batch"), logits),
+            normalizer=_on_device_of(kwargs.get("num_items_in_batch"), logits),
             shift=int(shift_labels),
         )
 
