@@ -276,13 +276,13 @@ FAULTS = [
         "if missing and loaded.hidden is not loaded.trained:", (SKIPPED, "-k", "padding"), "triton",
     ),
     Fault(
-        "launch of another number of classes", "backends/triton/steps.py",
-        'key = "rows", width, piece.layout,', 'key = "rows", piece.layout,', (EAGER, "-k", "any_number_of_classes"),
+        "plan of another number of classes", "backends/torch/operations.py",
+        "[facts_of(tensor, name, -1) for", "[facts_of(tensor, '', -1) for", (EAGER, "-k", "any_number_of_classes"),
         "triton",
     ),
     Fault(
-        "kind of class weights that are copied", "backends/triton/inputs.py",
-        "class_weight = None if options.weight is None else weight", "class_weight = options.weight",
+        "plan of class weights of another layout", "backends/torch/signature.py",
+        "tensor.requires_grad, tensor.is_contiguous(), aligned\n", "tensor.requires_grad, aligned\n",
         ("tests/triton/test_launches.py",), "triton",
     ),
     Fault(

@@ -254,8 +254,6 @@ class ArraySlot:
     requires_grad: bool
     is_dense: bool
     """Whether it is contiguous."""
-    is_aligned: bool
-    """Whether it begins at a multiple of 16 bytes."""
 
     is_nested: ClassVar[bool] = False
     layout: ClassVar[str] = "torch.strided"

@@ -87,7 +87,7 @@ def test_a_plan_takes_no_tensor() -> None:
 
 
 def test_a_slot_has_no_number_of_rows() -> None:
-    slot = ArraySlot(0, (5, V), (0,), torch.float32, torch.device("cpu"), False, True, True).without_rows()
+    slot = ArraySlot(0, (5, V), (0,), torch.float32, torch.device("cpu"), False, True).without_rows()
     assert slot.shape == (None, V)
     with pytest.raises(TypeError):
         slot.shape[0] * 2

@@ -15,10 +15,10 @@ from xent.core import call as calls
 from xent.core.call import Call, fields_of
 from xent.core.spec import QuantizedRows
 
-__all__ = ["Places", "parse", "places_of", "put", "split", "take", "text"]
+__all__ = ["Places", "Slot", "parse", "places_of", "put", "split", "take", "text"]
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Stands for the tensor with this index in a list."""
 
     place: int
@@ -42,9 +42,9 @@ def _mapped(node: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def split(call: Call, tensors: list[Tensor]) -> Any:
     """Append the tensors of a call to `tensors`; return the call with a slot in place of each."""
 
-    def slot(value: Tensor) -> _Slot:
+    def slot(value: Tensor) -> Slot:
         tensors.append(value)
-        return _Slot(len(tensors) - 1)
+        return Slot(len(tensors) - 1)
 
     return _mapped(call, Tensor, slot)
 
@@ -55,7 +55,7 @@ def text(value: Any) -> str:
     `float.hex` and `operator.index` make torch.compile treat a number as a constant: a call with another one is
     compiled again. Dynamo makes a number symbolic that has changed, and would not trace `str` of it.
     """
-    if isinstance(value, _Slot):
+    if isinstance(value, Slot):
         return '{"slot":' + str(value.place) + "}"
     if isinstance(value, _RECORDS):
         inner = [f'"{name}":' + text(part) for name, part in fields_of(value).items()]

@@ -8,15 +8,16 @@ exported program contains only operations. Tracing drops the autograd Function a
 example inputs.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch import private, refusals
-from xent.backends.torch.codec import parse
+from xent.backends.torch.codec import Slot, parse
 from xent.backends.torch.contract import Upstream, columns, wide
 from xent.backends.torch.function import Loss, has_memory, undisturbed
 from xent.backends.torch.loop import backward, forward
@@ -31,7 +32,7 @@ from xent.backends.torch.plan import (
 )
 from xent.backends.torch.prepare import is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
-from xent.backends.torch.signature import slot_of
+from xent.backends.torch.signature import facts_of, slot_of
 from xent.backends.torch.top_k import top_k
 from xent.core.call import Call, Dense, Given, TopK, array_of
 from xent.core.signature import binder
@@ -57,20 +58,32 @@ def _planned(
     form: str, requested: list[bool], kernel: str, skips: bool, tensors: list[Tensor]
 ) -> tuple[Plan, Call, bool]:
     """Return the plan of an operation, its call, and whether the plan is new."""
-    facts = [
-        (tensor.dtype, tensor.device, tensor.shape[-1:] if '"TopK"' in form else tensor.dim(), tensor.data_ptr() % 16)
-        for tensor in tensors
-    ]
+    facts = [facts_of(tensor, name, -1) for tensor, name in zip(tensors, _names_of(form, len(tensors)), strict=True)]
     key = (form, tuple(requested), kernel, skips, *facts)
     planned, is_new = _PLANS.get(key), False
     if planned is None:
         if len(_PLANS) >= _MOST:
             _PLANS.clear()
-        is_new, call = True, parse(form, [slot_of(place, tensor) for place, tensor in enumerate(tensors)])
+        is_new, call = True, _with_slots(form, tensors)
         plan = Plan(call, requested_by_flags(requested or [False] * len(leaves_of(call))), kernel, skips)
         planned = _PLANS[key] = plan, binder(call)
     plan, bind = planned
     return plan, bind(tensors), is_new
+
+
+@functools.lru_cache(_MOST)
+def _names_of(form: str, count: int) -> tuple[str, ...]:
+    """Return the caller's names of the tensors of a form, and empty ones of the numbers of a teacher."""
+    names = [""] * count
+    for name, slot in refusals.named(parse(form, [Slot(place) for place in range(count)]), Slot).items():
+        names[slot.place] = name
+    return tuple(names)
+
+
+def _with_slots(form: str, tensors: Sequence[Tensor]) -> Call:
+    """Return a call without tensors, from which a plan is made."""
+    named = enumerate(zip(tensors, _names_of(form, len(tensors)), strict=True))
+    return parse(form, [slot_of(tensor, name, place, -1).without_rows() for place, (tensor, name) in named])
 
 
 def _forward(form: str, requested: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
@@ -178,8 +191,8 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
         return tuple(torch.ops.xent.compute(form, list(requested.flags), kernel, skips, list(tensors)))
     differentiated = [leaf for leaf, needed in zip(leaves, requested.flags, strict=True) if needed]
     try:
-        slots = [slot_of(place, tensor) for place, tensor in enumerate(tensors)]
-        results = Loss.apply(Plan(parse(form, slots), requested, kernel, skips, form), *differentiated, *tensors)
+        plan = Plan(_with_slots(form, tensors), requested, kernel, skips, form)
+        results = Loss.apply(plan, *differentiated, *tensors)
     except RuntimeError as error:
         if "unctionalize" not in str(error):
             raise

@@ -79,7 +79,7 @@ def named(call: Call, kind: Any = Tensor) -> dict[str, Any]:
     assert not isinstance(target, Largest)
     fields = _of_source(source, "logits", "", "linear_")
     if isinstance(target, Dense):
-        fields |= _of_source(target.source, "teacher", "teacher.", "teacher.") | {"teacher.ids": target.ids}
+        fields |= _of_source(target.source, "teacher", "teacher.", "teacher.") | {"subset.ids": target.ids}
     elif isinstance(target, TopK):
         fields |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
     else:

@@ -25,7 +25,7 @@ from xent.core.signature import Function, Operands, bucket
 from xent.core.spec import Group, LinearTeacher, QuantizedRows, Subset, Support, TopKTeacher, VocabParallel
 from xent.core.validate import RANGES, number_of
 
-__all__ = ["Signature", "signature_of", "slot_of", "stand_ins"]
+__all__ = ["Signature", "facts_of", "signature_of", "slot_of", "stand_ins"]
 
 Signature = tuple[object, ...]
 
@@ -88,7 +88,7 @@ def signature_of(function: Function, arguments: tuple[Any, ...]) -> tuple[Signat
         passed = map(is_not, arguments, function.defaults)
         for name, argument in compress(zip(function.names, arguments, strict=True), passed):
             if type(argument) in _PLAIN_TYPES:
-                parts.append(_facts(argument, name, axis))
+                parts.append(_facts_of_plain(argument, name, axis))
                 operands.append(argument)
             else:
                 _add(name, argument, axis, parts, operands)
@@ -118,7 +118,7 @@ def stand_ins(
                 return value
         if kind in _PLAIN_TYPES:
             count += 1
-            return _slot(value, name, place, axis)
+            return slot_of(value, name, place, axis)
         if kind in _RECORDS:
             prefix, fields = _RECORDS[kind]
             inner = {field: getattr(value, field) for field in fields}
@@ -127,7 +127,7 @@ def stand_ins(
         if kind is QuantizedRows:
             count += 1
             packed = value.packed
-            facts = packed.dtype, packed.device, packed.requires_grad, False, False
+            facts = packed.dtype, packed.device, packed.requires_grad, False
             return dataclasses.replace(value, packed=ArraySlot(place, tuple(packed.shape), (), *facts))
         if name == "vocab_parallel":
             count += 1
@@ -156,7 +156,7 @@ def _add(name: str, argument: Any, axis: int, parts: list[object], operands: Ope
     """Append the part of an argument to a signature, and its operands."""
     kind = type(argument)
     if kind in _PLAIN_TYPES:
-        parts.append(_facts(argument, name, axis))
+        parts.append(_facts_of_plain(argument, name, axis))
         operands.append(argument)
     elif kind in _RECORDS:
         prefix, fields = _RECORDS[kind]
@@ -207,33 +207,35 @@ def _class_axis(name: str, tensor: Tensor, axis: int) -> int | None:
     return axis if name in ("logits", "teacher") or (name == "target" and tensor.is_floating_point()) else None
 
 
-def _facts(tensor: Tensor, name: str, axis: int) -> tuple[object, ...]:
-    """Return what a signature has of a plain tensor."""
+def _facts_of_plain(tensor: Tensor, name: str, axis: int) -> tuple[object, ...]:
+    """Return what a signature has of a tensor that is plain; see `facts_of`."""
     if tensor.is_neg() or tensor.is_nested or tensor.is_meta or forward_ad.unpack_dual(tensor).tangent is not None:
         raise _NotPlain
     try:
-        aligned = tensor.data_ptr() % 16 == 0
+        return facts_of(tensor, name, axis)
     except RuntimeError:  # it has no memory, or a layout that is not strided
         raise _NotPlain from None
-    shape = tensor.shape
+
+
+def facts_of(tensor: Tensor, name: str, axis: int) -> tuple[object, ...]:
+    """Return what decides how a call with this tensor runs.
+
+    `name`: of the argument, empty for a number in a tensor. `axis`: of the classes of logits.
+    """
+    aligned, shape = tensor.data_ptr() % 16 == 0, tensor.shape
     sizes: Any = shape if name in _FIXED else len(shape)
     if name not in _FIXED and (of_classes := _class_axis(name, tensor, axis)) is not None:
         sizes = (sizes, shape[of_classes]) if -sizes <= of_classes < sizes else sizes
     return name, tensor.dtype, tensor.device, sizes, tensor.requires_grad, tensor.is_contiguous(), aligned
 
 
-def _slot(tensor: Tensor, name: str, place: int, axis: int) -> ArraySlot:
+def slot_of(tensor: Tensor, name: str, place: int, axis: int) -> ArraySlot:
+    """Return the slot of a tensor; see `facts_of`."""
     count, of_classes = tensor.dim(), _class_axis(name, tensor, axis)
     rows = (
         [] if name in _FIXED else [other for other in range(count) if of_classes is None or other != of_classes % count]
     )
     return ArraySlot(
         place, tuple(tensor.shape), tuple(rows), tensor.dtype, tensor.device,
-        tensor.requires_grad, tensor.is_contiguous(), tensor.data_ptr() % 16 == 0,
+        tensor.requires_grad, tensor.is_contiguous(),
     )  # fmt: skip
-
-
-def slot_of(place: int, tensor: Tensor) -> ArraySlot:
-    """Return the slot of a tensor whose last axis may be one of classes, and no other."""
-    sizes = (*[None] * (tensor.dim() - 1), *tensor.shape[-1:])
-    return ArraySlot(place, sizes, (), tensor.dtype, tensor.device, False, False, False)

@@ -138,8 +138,7 @@ class Inputs:
         alone = numbers is temperature is options.weight is options.sample_weight is None
         self.plain = alone and isinstance(target, Classes) and not statistics
         """Whether rows have only targets, a divisor, a loss and its gradient."""
-        class_weight = None if options.weight is None else weight
-        self.kind = alignment(ids, options.sample_weight, class_weight, temperature)
+        self.kind = alignment(ids, options.sample_weight, options.weight, temperature)
         """The alignment of the tensors in argument groups that may be those of callers; that of others is known."""
         self.upstreams = no_upstreams(self.device)
         if upstream is not None:

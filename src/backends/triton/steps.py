@@ -96,7 +96,7 @@ class TritonSteps:
         trained = torch.empty(count, size, dtype=source.compute, device=inputs.device) if source.needs[1] else None
         if count and (rounded or trained is not None or checks is not None):
             constants = {"BLOCK": min(next_power_of_2(max(size, 1)), 2048)}
-            self.launch(("select", size), select_kernel, constants, num_warps=4)(
+            self.launch("select", select_kernel, constants, num_warps=4)(
                 *(kind, count, hidden, *hidden.stride(), weight, *weight.stride()),
                 *(absent(inputs.device) if bias is None else bias.contiguous(), trained, target_logits, checks),
                 *(rows._replace(class_weight=None, total_weight=None), start, inputs.ignore_index, inputs.limit),
@@ -154,7 +154,7 @@ class TritonSteps:
         itemsize, launches = piece.logits.itemsize, inputs.decisions.launches
         half, writes, width = itemsize == 2, piece.grad is not None, self.setting.vocabulary
         quick = inputs.quick(half)
-        key = "rows", width, piece.layout, itemsize, writes, saves, quick, plain
+        key = "rows", piece.layout, itemsize, writes, saves, quick, plain
         if key not in launches:
             more = {"exact": not half, "quick": quick, "scaled": inputs.decisions.scaled}
             if isinstance(self.setting.call.target, Probabilities):  # more sums need more registers
