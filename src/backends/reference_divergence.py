@@ -27,7 +27,10 @@ def between(log_p: Array, log_q: Array, kind: str, beta: float) -> tuple[Array, 
         return expectation(q, log_q - log_p), p - q
     if beta == 1:
         return expectation(p, log_p - log_q), _centred(p, log_p - log_q)
-    log_m = np.logaddexp(np.log1p(-beta) + log_p, np.log(beta) + log_q)
+    # The factors are not added as logarithms, whose rounding would be the same for all classes.
+    top = np.maximum(log_p, log_q)
+    peak = np.where(top == -np.inf, 0.0, top)
+    log_m = peak + np.log((1 - beta) * np.exp(log_p - peak) + beta * np.exp(log_q - peak))
     log_m = np.where(log_p == log_q, log_p, log_m)  # without rounding
     loss = beta * expectation(q, log_q - log_m) + (1 - beta) * expectation(p, log_p - log_m)
     return loss, (1 - beta) * _centred(p, log_p - log_m)

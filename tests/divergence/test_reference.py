@@ -1,6 +1,7 @@
 """Verify the reference of divergences by finite differences and known values."""
 
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import xent
 from tests.divergence.cases import TEACHERS
 from tests.test_reference import slopes
 from xent.backends.reference import gradients
+from xent.backends.reference_divergence import between
 from xent.command.check.case import Case, make_inputs
 from xent.command.check.judge import call_of
 
@@ -110,3 +112,19 @@ def test_top_k_teacher_with_all_classes_equals_its_logits() -> None:
     for tail in ("bucket", "renormalize", "drop"):
         top = xent.TopKTeacher(ids, np.take_along_axis(log_q, ids, -1), tail=tail)
         assert xent.divergence(z, top) == pytest.approx(float(xent.divergence(z, t)))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.3, 0.9])
+def test_divergence_of_close_distributions_equals_exact_arithmetic(beta: float) -> None:
+    """The mean over rows has hardly any rounding error. An error that all classes share would remain."""
+    logits = np.random.default_rng(0).normal(size=(24, 67))
+    x = np.stack((logits, logits + np.random.default_rng(1).normal(scale=0.3, size=logits.shape)))
+    log_p, log_q = x - np.logaddexp.reduce(x, -1, keepdims=True)
+    exact, share = Decimal(0), Decimal(beta)
+    for log_p_c, log_q_c in zip(log_p.flat, log_q.flat, strict=True):
+        of_p, of_q = Decimal(float(log_p_c)), Decimal(float(log_q_c))
+        p, q = of_p.exp(), of_q.exp()
+        log_m = ((1 - share) * p + share * q).ln()
+        exact += share * q * (of_q - log_m) + (1 - share) * p * (of_p - log_m)
+    loss, _ = between(log_p, log_q, "kl", beta)
+    np.testing.assert_allclose(loss.sum(), float(exact), rtol=1e-14)
