@@ -194,6 +194,43 @@ def test_float16_gradients_of_a_frequent_class_do_not_overflow(target: Target) -
     target.close(gradient, expected, rtol=2e-3)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "softcap": 8.0}, {"label_smoothing": 0.1}], ids=str)
+def test_float16_gradient_beside_a_heavier_row(target: Target, reduction: str, options: dict[str, float]) -> None:
+    """Its elements are rounded as they are, not as parts of the heavier row: numbers below 2^-14 to units of 2^-24."""
+    values, weights = np.random.default_rng(0).normal(size=(2, 600)), np.array([64.0, 0.25])
+    classes, sample_weight = target.arrays(np.array([3, 5]), weights)
+    keywords = options | {"reduction": reduction} | ({"normalizer": 1.0} if reduction == "mean" else {})
+
+    def gradient_of(logits: Any) -> Any:
+        _, (gradient,) = target.harness.gradients(
+            lambda z: xent.cross_entropy(z, classes, sample_weight=sample_weight, backend=target.name, **keywords),
+            (logits,),
+            None,
+        )
+        return target.harness.numpy(gradient)
+
+    (logits,) = target.arrays(values, dtype="float16")
+    (wide,) = target.arrays(target.harness.numpy(logits))
+    np.testing.assert_allclose(gradient_of(logits), gradient_of(wide), rtol=2.0**-10, atol=2.0**-24)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradient_of_probabilities_with_a_large_sum(target: Target, reduction: str) -> None:
+    """It is below the largest number of float16, and so is what is stored before the division."""
+    values, probs = np.array([[9.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), np.array([[0.0, 3e4, 2e4], [1.0, 0.0, 0.0]])
+    logits, classes = target.arrays(values, probs, dtype="float16")
+
+    def gradient_of(logits: Any, classes: Any) -> Any:
+        _, (gradient,) = target.harness.gradients(
+            lambda z: xent.cross_entropy(z, classes, reduction=reduction, backend=target.name), (logits,), None
+        )
+        return target.harness.numpy(gradient)
+
+    wide = target.arrays(values, probs)
+    np.testing.assert_allclose(gradient_of(logits, classes), gradient_of(*wide), rtol=2.0**-9, atol=2.0**-10)
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_statistic_of_a_z_loss_of_0_is_0(target: Target, value: float, reduction: str) -> None:
