@@ -53,8 +53,17 @@ def evaluate(block: Example) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name: str) -> None:
-    result = doctest.testmod(load(name), optionflags=OPTIONS)
-    assert result.failed == 0
+    runner, missing = doctest.DebugRunner(optionflags=OPTIONS), list[ModuleNotFoundError]()
+    for docstring in doctest.DocTestFinder().find(load(name)):
+        try:
+            runner.run(docstring)
+        except doctest.UnexpectedException as error:
+            if not isinstance(error.exc_info[1], ModuleNotFoundError):
+                raise
+            missing.append(error.exc_info[1])
+    for error_of_import in missing:
+        skip_without(error_of_import)
+        raise error_of_import
 
 
 @pytest.mark.parametrize("name", [name for name in xent.__all__ if inspect.isfunction(getattr(xent, name))])
