@@ -57,7 +57,7 @@ def test_results_equal_the_custom_operations(target: Target, function: str, redu
 def test_custom_operations_of_any_number_of_classes(
     target: Target, function: str, reduction: str, options: dict[str, Any]
 ) -> None:
-    """Calls in one graph or mode with the same dtypes share a plan, and may have other sizes of every axis."""
+    """Calls in one mode with the same dtypes and other sizes of every axis."""
     torch.manual_seed(0)
     call_options = {name: value for name, value in options.items() if name != "probabilities"}
     for rows, width, vocabulary in ((3, 8, 104), (2, 24, 3000), (3, 8, 40)):

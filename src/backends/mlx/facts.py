@@ -198,7 +198,7 @@ def _weights(
         largest = mx.nan_to_num(mx.abs(whole) + others * mx.abs(weight)).max() * slope
         size = mx.where(largest == 0, 1, largest)
         if isinstance(call.source, Given) and not isinstance(call.target, (Dense, TopK)):
-            size = mx.where(size > 2.0**-64, size / _headroom(call, slope), size)
+            size = mx.where(size > 2.0**-64, size / _headroom(call, slope), size)  # a normal number
         scale = weight / size
         deferred = size if divisor is None else mx.where(divisor == 0, 0, size / divisor)
     elif divisor is not None:  # 1/D would be infinite if D is below the normal numbers
@@ -207,14 +207,14 @@ def _weights(
 
 
 def _headroom(call: Call, slope: mx.array) -> mx.array:
-    """Return how much larger the gradient of float16 logits may be stored, so that fewer elements underflow.
+    """Return by how much the stored gradient of float16 logits may exceed 1, so that fewer elements underflow.
 
-    Nothing adds these up. They are at most max(1, lse / 2) times the bound of their row factors, and times the sum of
-    class probabilities.
+    No sum over rows can overflow, because the logits are given. Divided by the bound of row factors, an element is at
+    most the sum of its row's class probabilities, and with a z-loss at most lse / 2 times that.
     """
     z_loss, softcap, target = call.options.z_loss, call.activation.softcap, call.target
-    largest = 2.0**16 * slope if softcap is None else scalar(softcap, slope.dtype)
-    lse = largest + math.log(max(vocabulary_of(call.source), 1))
+    largest_x = 2.0**16 * slope if softcap is None else scalar(softcap, slope.dtype)
+    lse = largest_x + math.log(max(vocabulary_of(call.source), 1))
     headroom = mx.where(scalar(z_loss, slope.dtype) == 0, 2.0**14, mx.maximum(2.0**15 / mx.maximum(lse, 2), 1))
     if isinstance(target, Probabilities):
         mass = class_sum(target.probs.astype(slope.dtype))
